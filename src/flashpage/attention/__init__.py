@@ -1,0 +1,1 @@
+"""Attention on tensors: knows no model, no request, no text."""

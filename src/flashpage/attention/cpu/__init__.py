@@ -1,0 +1,1 @@
+"""The CPU backend: torch everywhere, numba where it reads pages faster."""

@@ -1,0 +1,1 @@
+"""The paged KV cache: who owns which page, which pages hold which tokens, and the tensors."""

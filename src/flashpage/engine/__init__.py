@@ -1,0 +1,1 @@
+"""Requests in, tokens out: scheduling and running steps over the paged cache."""

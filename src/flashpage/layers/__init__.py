@@ -1,0 +1,1 @@
+"""Building blocks of models: modules on flat `[num_tokens, ...]` tensors."""

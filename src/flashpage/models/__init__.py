@@ -1,0 +1,1 @@
+"""Model structures: which layers, in which order; nothing about files or requests."""

@@ -1,0 +1,1 @@
+"""From files to tensors and tokenizers: the only place where checkpoint quirks live."""
