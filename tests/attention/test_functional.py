@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import assert_as_good, dense, max_error, varlen
 
 import flashpage
 from flashpage import (
@@ -20,6 +19,7 @@ from flashpage import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
+from oracles import assert_as_good, dense, max_error, varlen
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -208,9 +208,7 @@ def test_gradients_through_strides(options):
     dout = torch.randn(9, 4, 4, 8)[:, ::2].transpose(0, 1)
     grads = torch.autograd.grad(out, base, dout)
     copies = [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in base]
-    expected = torch.autograd.grad(
-        dense(*copies, **options)[0], copies, dout.contiguous()
-    )
+    expected = torch.autograd.grad(dense(*copies, **options)[0], copies, dout.contiguous())
     for grad, e in zip(grads, expected, strict=True):
         torch.testing.assert_close(grad, e.transpose(1, 2), atol=1e-5, rtol=1e-4)
     # An expanded dout, as from out.sum(), has no stride at all.
@@ -230,7 +228,7 @@ def cumulative(lengths):
 
 def call_varlen(q, k, v, *, cu_q, cu_k, **options):
     tensors = [torch.tensor(x, dtype=torch.int32) for x in (cu_q, cu_k)]
-    bounds = [max(b - a for a, b in zip(x, x[1:], strict=False)) for x in (cu_q, cu_k)]
+    bounds = [max(b - a for a, b in pairwise(x)) for x in (cu_q, cu_k)]
     return flash_attn_varlen_func(q, k, v, *tensors, *bounds, **options)
 
 
@@ -414,7 +412,7 @@ def problems(draw):
     return lengths_q, lengths_k, shape, draw(st.booleans()), options, draw(st.integers(0, 2**32))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(problems())
 def test_random_problems(problem):
     lengths_q, lengths_k, (h, hk, d), alibi, options, seed = problem
@@ -443,11 +441,27 @@ def test_signatures_are_those_of_flash_attn():
         "flash_attn_varlen_func": ["q", "k", "v", *lengths, *common, "block_table"],
         "flash_attn_varlen_kvpacked_func": ["q", "kv", *lengths, *common],
         "flash_attn_varlen_qkvpacked_func": ["qkv", "cu_seqlens", "max_seqlen", *common],
-        "flash_attn_with_kvcache": (
-            "q k_cache v_cache k v rotary_cos rotary_sin cache_seqlens cache_batch_idx "
-            "cache_leftpad block_table softmax_scale causal window_size softcap "
-            "rotary_interleaved alibi_slopes num_splits return_softmax_lse"
-        ).split(),
+        "flash_attn_with_kvcache": [
+            "q",
+            "k_cache",
+            "v_cache",
+            "k",
+            "v",
+            "rotary_cos",
+            "rotary_sin",
+            "cache_seqlens",
+            "cache_batch_idx",
+            "cache_leftpad",
+            "block_table",
+            "softmax_scale",
+            "causal",
+            "window_size",
+            "softcap",
+            "rotary_interleaved",
+            "alibi_slopes",
+            "num_splits",
+            "return_softmax_lse",
+        ],
     }
     for name, parameters in expected.items():
         signature = inspect.signature(getattr(flashpage, name))
