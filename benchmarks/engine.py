@@ -1,6 +1,6 @@
 """The engine against transformers' `generate`: the same weights, the same prompts, one run.
 
-    python benchmarks/engine.py                     # SmolLM2-135M-Instruct, batch 8, 256 + 64 tokens
+    python benchmarks/engine.py    # SmolLM2-135M-Instruct, batch 8, 256 + 64 tokens
 
 Each contender runs in bfloat16 and in float32; the ratio is of the best of each. Tokens/s are new
 tokens over the whole time, prompts included. Needs transformers.
@@ -17,11 +17,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from harness import finish, print_table, setup
-
-from flashpage import LLM, SamplingParams
 from flashpage.weights.default_model import default_model_path
 from flashpage.weights.gguf import GGUFFile
+
+from flashpage import LLM, SamplingParams
+from harness import finish, print_table, setup
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -70,9 +70,7 @@ def transformers_runner(dtype: str, options: argparse.Namespace) -> Callable[[in
     model = model.to(DTYPES[dtype]).eval()
 
     def run(seed: int) -> None:
-        ids = torch.tensor(
-            random_prompts(options.batch, options.prompt_len, ours.vocab_size, seed)
-        )
+        ids = torch.tensor(random_prompts(options.batch, options.prompt_len, ours.vocab_size, seed))
         out = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),

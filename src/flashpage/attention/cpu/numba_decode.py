@@ -30,6 +30,9 @@ MAX_SEQLEN_Q = 16
 SPLIT_SIZE = 512
 """Keys per task. Fixed, so that a sequence's result does not depend on its batch mates."""
 
+SERIAL_WORK = 2**16
+"""Elements of K and V up to which one thread is faster than waking others."""
+
 # numba's fallback threading layer must not be entered twice; and two calls at once would only
 # share the same cores.
 _lock = threading.Lock()
@@ -50,6 +53,12 @@ def why_unavailable() -> str | None:
 
 @cache
 def _kernel() -> ModuleType:
+    import numba
+
+    # numba shares torch's OpenMP runtime, and sets its number of threads when it starts its own.
+    threads = torch.get_num_threads()
+    numba.set_num_threads(1)
+    torch.set_num_threads(threads)
     from flashpage.attention.cpu import numba_kernel
 
     return numba_kernel
@@ -102,7 +111,9 @@ def decode(
     out = np.empty((batch, seqlen_q, num_heads, head_dim), np.float32)
     lse = np.empty((batch, num_heads, seqlen_q), np.float32)
     kernel = _kernel()
+    work = 2 * int(stops.sum()) * problem.num_kv_heads * head_dim
     bad_sequence = _run(
+        1 if work <= SERIAL_WORK else torch.get_num_threads(),
         kernel.decode,
         q.float().contiguous().numpy().reshape(-1),
         _flat(k_cache),
@@ -131,12 +142,12 @@ def decode(
     return torch.from_numpy(out).to(q.dtype), torch.from_numpy(lse)
 
 
-def _run(decode_kernel: Any, *args: object) -> int:
-    """Call the kernel on torch's number of threads; say so if that compiled it."""
+def _run(threads: int, decode_kernel: Any, *args: object) -> int:
+    """Call the kernel on so many threads; say so if that compiled it."""
     import numba
 
     with _lock:
-        numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
+        numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
         known = len(decode_kernel.signatures)
         start = time.perf_counter()
         bad_sequence = decode_kernel(*args)

@@ -1,0 +1,93 @@
+"""How the numba kernel is called: threads, compile message, concurrency. Its results are tested
+in `test_kvcache`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+
+import torch
+
+import flashpage
+from flashpage.attention import dispatch
+from flashpage.attention.cpu import numba_decode
+
+
+def run_script(script, **environment):
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
+    )
+    assert result.returncode == 0, result.stderr
+    return result
+
+
+DECODE = """
+import torch, flashpage
+def decode(context):
+    cache, q = torch.randn(2, context, 2, 8), torch.randn(2, 1, 4, 8)
+    return flashpage.flash_attn_with_kvcache(q, cache, cache)
+"""
+
+
+def test_torchs_number_of_threads_is_kept():
+    script = f"""{DECODE}
+for threads in (1, 2):
+    torch.set_num_threads(threads)
+    for context in (4, 8192):
+        decode(context)
+        assert torch.get_num_threads() == threads, (threads, torch.get_num_threads())
+"""
+    run_script(script)
+
+
+def test_compiling_is_said_once_and_kept_on_disk(tmp_path):
+    """In a package copy of its own, so that its cache folder is empty."""
+    import shutil
+    from pathlib import Path
+
+    shutil.copytree(
+        Path(flashpage.__file__).parent,
+        tmp_path / "flashpage",
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
+    script = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{DECODE}\ndecode(4); decode(5)"
+    first, second = run_script(script), run_script(script)
+    assert first.stderr.count("compiled its CPU decode kernel in") == 1
+    assert "compiled" not in second.stderr
+
+
+def test_calls_from_several_threads():
+    cache = torch.randn(4, 700, 2, 16)
+    q = torch.randn(4, 1, 4, 16)
+    expected = flashpage.flash_attn_with_kvcache(q, cache, cache)
+    wrong = []
+
+    def work():
+        for _ in range(20):
+            if not torch.equal(flashpage.flash_attn_with_kvcache(q, cache, cache), expected):
+                wrong.append(1)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not wrong
+
+
+def test_many_queries_go_through_torch(monkeypatch):
+    def refuse(*args):
+        raise AssertionError("the kernel was called")
+
+    monkeypatch.setattr(numba_decode, "decode", refuse)
+    cache = torch.randn(1, 30, 1, 8)
+    with dispatch.only("cpu_numba"):
+        q = torch.randn(1, numba_decode.MAX_SEQLEN_Q + 1, 1, 8)
+        flashpage.flash_attn_with_kvcache(q, cache, cache)
