@@ -6,7 +6,7 @@ import math
 import os
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,7 @@ _LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _ROPE_FACTORS = "rope_freqs.weight"
+_FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,8 @@ class GGUFFile:
         """The structure that the metadata describes."""
         factors = self.read(_ROPE_FACTORS).tolist() if _ROPE_FACTORS in self.tensors else None
         shapes = {name: info.shape for name, info in self.tensors.items()}
-        return ModelConfig.from_gguf(self.metadata, shapes, factors)
+        config = ModelConfig.from_gguf(self.metadata, shapes, factors)
+        return replace(config, dtype=_FLOATS.get(self.tensors["token_embd.weight"].type_name))
 
     def read(self, name: str) -> Tensor:
         """One tensor, dequantised to float32."""
