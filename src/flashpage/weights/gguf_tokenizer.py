@@ -7,9 +7,14 @@ from typing import Any
 
 from flashpage.errors import CheckpointError
 from flashpage.weights.chat_template import ChatTemplate
-from flashpage.weights.tokenizer import FastBackend, Tokenizer
-
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+from flashpage.weights.sentencepiece import (
+    CONTROL,
+    NORMAL,
+    UNKNOWN,
+    USER_DEFINED,
+    SentencePieceBackend,
+)
+from flashpage.weights.tokenizer import FastBackend, Tokenizer, TokenizerBackend
 
 _GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3_WORDS = (
@@ -55,26 +60,54 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     Raises:
         CheckpointError: no vocabulary, or a kind of tokenizer that is not known here.
     """
-    model, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
-    if model != "gpt2":
-        raise CheckpointError(f"tokenizer.ggml.model = {model!r} is not known; known: gpt2")
+    model = metadata.get("tokenizer.ggml.model")
+    if model not in _BACKENDS:
+        raise CheckpointError(
+            f"tokenizer.ggml.model = {model!r} is not known; known: {', '.join(_BACKENDS)}"
+        )
+    tokens = _list(metadata, "tokens", str)
+    kinds = [NORMAL] * len(tokens)
+    if "tokenizer.ggml.token_type" in metadata:
+        kinds = _list(metadata, "token_type", int, len(tokens))
+    return Tokenizer(
+        _BACKENDS[model](metadata, tokens, kinds),
+        bos_token_id=_token_id(metadata, "bos", len(tokens)),
+        eos_token_ids=_eos_ids(metadata, tokens, kinds),
+        chat_template=_chat_template(metadata, tokens),
+    )
+
+
+def _gpt2_backend(
+    metadata: Mapping[str, Any], tokens: list[str], kinds: list[int]
+) -> TokenizerBackend:
+    """Byte-level BPE with ranked merges."""
+    pre = metadata.get("tokenizer.ggml.pre", "default")
     if pre not in _WORD_PATTERNS:
         raise CheckpointError(
             f"tokenizer.ggml.pre = {pre!r} is not known; known: {', '.join(_WORD_PATTERNS)}"
         )
-    tokens = _strings(metadata, "tokens")
-    kinds = metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
-    bos, eos = (_token_id(metadata, name, len(tokens)) for name in ("bos", "eos"))
-    backend = _byte_level_bpe(tokens, _strings(metadata, "merges"), kinds, pre)
-    add_bos = metadata.get("tokenizer.ggml.add_bos_token", pre in _LLAMA3_KINDS)
-    add_eos = metadata.get("tokenizer.ggml.add_eos_token", False)
-    _frame(backend, tokens, bos if add_bos else None, eos if add_eos else None)
-    return Tokenizer(
-        FastBackend(backend),
-        bos_token_id=bos,
-        eos_token_ids=_eos_ids(metadata, tokens, kinds),
-        chat_template=_chat_template(metadata, tokens),
-    )
+    tokenizer = _byte_level_bpe(tokens, _list(metadata, "merges", str), kinds, pre)
+    bos, eos = _frame_ids(metadata, len(tokens), add_bos=pre in _LLAMA3_KINDS)
+    _frame(tokenizer, tokens, bos, eos)
+    return FastBackend(tokenizer)
+
+
+def _llama_backend(
+    metadata: Mapping[str, Any], tokens: list[str], kinds: list[int]
+) -> TokenizerBackend:
+    """SentencePiece BPE with scores."""
+    bos, eos = _frame_ids(metadata, len(tokens), add_bos=True)
+    scores = _list(metadata, "scores", float, len(tokens))
+    prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    try:
+        return SentencePieceBackend(
+            tokens, scores, kinds, bos=bos, eos=eos, add_space_prefix=prefix
+        )
+    except ValueError as error:
+        raise CheckpointError(f"the tokenizer of the GGUF file is damaged: {error}") from error
+
+
+_BACKENDS = {"gpt2": _gpt2_backend, "llama": _llama_backend}
 
 
 def _byte_level_bpe(tokens: list[str], merges: list[str], kinds: list[int], pre: str) -> Any:
@@ -95,7 +128,7 @@ def _byte_level_bpe(tokens: list[str], merges: list[str], kinds: list[int], pre:
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, as_bytes])
     tokenizer.decoder = decoders.ByteLevel()
-    special = {_CONTROL: True, _UNKNOWN: True, _USER_DEFINED: False}
+    special = {CONTROL: True, UNKNOWN: True, USER_DEFINED: False}
     added = [
         AddedToken(token, special=special[kind], normalized=False)
         for token, kind in zip(tokens, kinds, strict=True)
@@ -103,6 +136,16 @@ def _byte_level_bpe(tokens: list[str], merges: list[str], kinds: list[int], pre:
     ]
     tokenizer.add_tokens(added)
     return tokenizer
+
+
+def _frame_ids(
+    metadata: Mapping[str, Any], num_tokens: int, *, add_bos: bool
+) -> tuple[int | None, int | None]:
+    """The ids to put before and after a text; `add_bos` is what holds if the file does not say."""
+    bos, eos = (_token_id(metadata, name, num_tokens) for name in ("bos", "eos"))
+    add_bos = metadata.get("tokenizer.ggml.add_bos_token", add_bos)
+    add_eos = metadata.get("tokenizer.ggml.add_eos_token", False)
+    return bos if add_bos else None, eos if add_eos else None
 
 
 def _frame(tokenizer: Any, tokens: list[str], bos: int | None, eos: int | None) -> None:
@@ -120,10 +163,16 @@ def _frame(tokenizer: Any, tokens: list[str], bos: int | None, eos: int | None) 
     )
 
 
-def _strings(metadata: Mapping[str, Any], name: str) -> list[str]:
+def _list(
+    metadata: Mapping[str, Any], name: str, kind: type, length: int | None = None
+) -> list[Any]:
     values = metadata.get(f"tokenizer.ggml.{name}")
-    if not isinstance(values, list) or not all(isinstance(v, str) for v in values):
-        raise CheckpointError(f"the GGUF file has no list of strings tokenizer.ggml.{name}")
+    if not isinstance(values, list) or not all(isinstance(v, kind) for v in values):
+        raise CheckpointError(f"the GGUF file has no list tokenizer.ggml.{name} of {kind.__name__}")
+    if length is not None and len(values) != length:
+        raise CheckpointError(
+            f"tokenizer.ggml.{name} has {len(values)} entries for {length} tokens"
+        )
     return values
 
 
@@ -140,7 +189,7 @@ def _eos_ids(metadata: Mapping[str, Any], tokens: list[str], kinds: list[int]) -
     known = [
         i
         for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
-        if kind == _CONTROL and token in _END_OF_TURN
+        if kind == CONTROL and token in _END_OF_TURN
     ]
     return tuple(dict.fromkeys(i for i in [*named, *known] if i is not None))
 
