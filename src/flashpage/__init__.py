@@ -24,7 +24,20 @@ _HOME_OF = {
     "FlashpageError": "flashpage.errors",
 }
 
-__all__ = [*_HOME_OF, "__version__"]
+__all__ = [
+    "LLM",
+    "FlashpageError",
+    "SamplingParams",
+    "__version__",
+    "backends",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]
 
 if TYPE_CHECKING:
     from flashpage.attention.dispatch import backends

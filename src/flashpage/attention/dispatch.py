@@ -1,0 +1,242 @@
+"""Which backend serves a problem, and why not the others.
+
+A backend is tried in the order of `_BACKENDS`; the first that has no objection serves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Protocol, get_args
+
+import torch
+from torch import Tensor
+
+from flashpage.attention.problem import Function, Layout, Problem, resolve_window
+from flashpage.errors import ArgumentError, UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Backend(Protocol):
+    """What a backend implements. Tensors as in `ops`, which documents shapes and dtypes."""
+
+    name: str
+
+    def why_not(self, problem: Problem, function: Function) -> str | None:
+        """None if this backend can serve `function` of the problem, else the reason."""
+
+    def forward(
+        self,
+        problem: Problem,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        cu_seqlens_q: Tensor | None,
+        cu_seqlens_k: Tensor | None,
+        block_table: Tensor | None,
+        alibi_slopes: Tensor | None,
+        rng_state: Tensor | None,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        return_s_dmask: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    def backward(
+        self,
+        problem: Problem,
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        softmax_lse: Tensor,
+        *,
+        cu_seqlens_q: Tensor | None,
+        cu_seqlens_k: Tensor | None,
+        alibi_slopes: Tensor | None,
+        rng_state: Tensor | None,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    def decode(
+        self,
+        problem: Problem,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        cache_seqlens: Tensor,
+        *,
+        block_table: Tensor | None,
+        cache_batch_idx: Tensor | None,
+        cache_leftpad: Tensor | None,
+        alibi_slopes: Tensor | None,
+        num_splits: int,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+def _cpu_numba() -> Backend:
+    from flashpage.attention.cpu.backend import NumbaBackend
+
+    return NumbaBackend()
+
+
+def _cpu_torch() -> Backend:
+    from flashpage.attention.cpu.backend import TorchBackend
+
+    return TorchBackend()
+
+
+# Fastest first. Modules are imported when a backend is first asked for.
+_BACKENDS: dict[str, Callable[[], Backend]] = {"cpu_numba": _cpu_numba, "cpu_torch": _cpu_torch}
+
+_allowed: ContextVar[tuple[str, ...]] = ContextVar("allowed_backends", default=tuple(_BACKENDS))
+
+
+@cache
+def _backend(name: str) -> Backend:
+    return _BACKENDS[name]()
+
+
+@contextlib.contextmanager
+def only(*names: str) -> Iterator[None]:
+    """Within this context only the named backends may serve, tried in this order.
+
+    For tests and measurements that compare a fast path with its slow twin.
+    """
+    unknown = [name for name in names if name not in _BACKENDS]
+    if unknown or not names:
+        raise ArgumentError(f"names must be among {sorted(_BACKENDS)}, got {list(names)}")
+    token = _allowed.set(names)
+    try:
+        yield
+    finally:
+        _allowed.reset(token)
+
+
+@cache
+def _choose(problem: Problem, function: Function, allowed: tuple[str, ...]) -> Backend:
+    reasons = []
+    for name in allowed:
+        backend = _backend(name)
+        reason = backend.why_not(problem, function)
+        if reason is None:
+            return backend
+        reasons.append(f"{name}: {reason}")
+    raise UnsupportedError(
+        f"no backend serves {function} of {problem}. " + "; ".join(reasons) + "."
+    )
+
+
+def choose(problem: Problem, function: Function) -> Backend:
+    """The backend that serves this call.
+
+    Raises:
+        UnsupportedError: with every backend's reason.
+    """
+    return _choose(problem, function, _allowed.get())
+
+
+# ---------------------------------------------------------------------------------------------
+# The report that users see
+# ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BackendStatus:
+    """Whether one backend serves one function of the problem that was asked about."""
+
+    function: Function
+    backend: str
+    serves: bool
+    """this backend would serve the call"""
+    reason: str
+    """why not, if it does not"""
+
+
+@dataclass(frozen=True)
+class BackendReport:
+    """Result of `backends()`; printing it gives a table."""
+
+    problem: Problem
+    statuses: tuple[BackendStatus, ...]
+
+    def serving(self, function: Function) -> str | None:
+        """Name of the backend that serves `function`, None if none does."""
+        for status in self.statuses:
+            if status.function == function and status.serves:
+                return status.backend
+        return None
+
+    def __str__(self) -> str:
+        p = self.problem
+        lines = [
+            f"{p.layout} {str(p.dtype).removeprefix('torch.')} on {p.device}: "
+            f"{p.num_q_heads} query heads, {p.num_kv_heads} kv heads, head_dim {p.head_dim}"
+        ]
+        for s in self.statuses:
+            verdict = "serves" if s.serves else f"no: {s.reason}"
+            lines.append(f"  {s.function:<9} {s.backend:<10} {verdict}")
+        return "\n".join(lines)
+
+
+def backends(
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    *,
+    layout: Layout = "dense",
+    num_q_heads: int = 8,
+    num_kv_heads: int = 8,
+    head_dim: int = 64,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi: bool = False,
+    dropout_p: float = 0.0,
+) -> BackendReport:
+    """Say which backend would serve a call with these properties, and why not the others.
+
+    Args:
+        device, dtype: of q, k and v.
+        layout: "dense" and "varlen" are the functions of those names; "paged" is
+            `flash_attn_varlen_func` (forward) or `flash_attn_with_kvcache` (decode) with a
+            `block_table`.
+
+    Returns:
+        a `BackendReport`; `print` it, or ask `report.serving("forward")`.
+    """
+    if layout not in get_args(Layout):
+        raise ArgumentError(f"layout must be one of {get_args(Layout)}, got {layout!r}")
+    left, right = resolve_window(window_size, causal)
+    problem = Problem(
+        layout=layout,
+        device=torch.device(device),
+        dtype=dtype,
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        softmax_scale=head_dim**-0.5,
+        window_left=left,
+        window_right=right,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        has_alibi=alibi,
+    )
+    statuses = []
+    for function in get_args(Function):
+        taken = None
+        for name in _allowed.get():
+            reason = _backend(name).why_not(problem, function)
+            if reason is None and taken is not None:
+                reason = f"{taken} is faster"
+            elif reason is None:
+                taken = name
+            statuses.append(BackendStatus(function, name, reason is None, reason or ""))
+    return BackendReport(problem, tuple(statuses))

@@ -1,0 +1,215 @@
+"""What is asked: one frozen description of an attention call, and every check of its arguments.
+
+Looks only at shapes, dtypes, devices and Python scalars, never at tensor values: it runs
+under torch.compile and never synchronises with a device. Values are checked by the backend
+that can see them for free.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from flashpage.errors import ArgumentError
+
+Layout = Literal["dense", "varlen", "paged"]
+Function = Literal["forward", "backward", "decode"]
+
+MAX_HEAD_DIM = 256
+MAX_NUM_SPLITS = 128
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """An attention call without its data: what a backend needs to say whether it can serve it.
+
+    `window_left` and `window_right` are the visible range around the bottom-right diagonal,
+    -1 = unbounded; causal is `window_right == 0`.
+    """
+
+    layout: Layout
+    """where K and V are: as dense batches, as flat tokens, or in pages"""
+    device: torch.device
+    dtype: torch.dtype
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    softmax_scale: float
+    window_left: int = -1
+    window_right: int = -1
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    has_alibi: bool = False
+    deterministic: bool = False
+
+    @property
+    def group_size(self) -> int:
+        """query heads that share one kv head"""
+        return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def lse_dtype(self) -> torch.dtype:
+        """float32, and float64 for float64 inputs; also the dtype of all accumulation"""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+
+# ---------------------------------------------------------------------------------------------
+# Scalars
+# ---------------------------------------------------------------------------------------------
+
+
+def resolve_window(window_size: Sequence[int] | Tensor, causal: bool) -> tuple[int, int]:
+    """`(window_left, window_right)` with every unbounded side as -1; causal sets right to 0."""
+    if len(window_size) != 2:
+        raise ArgumentError(f"window_size must be a pair (left, right), got {window_size!r}")
+    left, right = int(window_size[0]), int(window_size[1])
+    return max(left, -1), 0 if causal else max(right, -1)
+
+
+def resolve_scale(softmax_scale: float | None, head_dim: int) -> float:
+    """The given scale, or `head_dim ** -0.5`."""
+    if softmax_scale is None:
+        return head_dim**-0.5
+    if not math.isfinite(softmax_scale):
+        raise ArgumentError(f"softmax_scale must be a finite number, got {softmax_scale}")
+    return float(softmax_scale)
+
+
+def check_softcap_and_dropout(softcap: float, dropout_p: float) -> None:
+    if not 0.0 <= dropout_p < 1.0:
+        raise ArgumentError(f"dropout_p must be in [0, 1), got {dropout_p}")
+    if not 0.0 <= softcap < math.inf:
+        raise ArgumentError(f"softcap must be 0 (off) or a positive finite number, got {softcap}")
+    if softcap > 0.0 and dropout_p > 0.0:
+        raise ArgumentError(
+            f"Softcapping does not support dropout for now: got softcap = {softcap} and "
+            f"dropout_p = {dropout_p}"
+        )
+
+
+def check_num_splits(num_splits: int) -> None:
+    if not 0 <= num_splits <= MAX_NUM_SPLITS:
+        raise ArgumentError(
+            f"num_splits must be between 0 (chosen for you) and {MAX_NUM_SPLITS}, got {num_splits}"
+        )
+
+
+# ---------------------------------------------------------------------------------------------
+# Tensors
+# ---------------------------------------------------------------------------------------------
+
+
+def check_same_kind(q: Tensor, **others: Tensor | None) -> None:
+    """Dtype of q, then dtype and device of the others against it."""
+    if q.dtype not in FLOAT_DTYPES:
+        raise ArgumentError(
+            "FlashAttention only support fp16 and bf16 data type (and flashpage float32 and "
+            f"float64), got q of {q.dtype}"
+        )
+    for name, x in others.items():
+        if x is not None and x.dtype != q.dtype:
+            field = {"k": "key", "v": "value"}.get(name, name)
+            raise ArgumentError(
+                f"query and {field} must have the same dtype, got {q.dtype} and {x.dtype}"
+            )
+    check_device(q, **others)
+
+
+def check_device(q: Tensor, **others: Tensor | None) -> None:
+    for name, x in others.items():
+        if x is not None and x.device != q.device:
+            raise ArgumentError(f"{name} must be on the device of q ({q.device}), is on {x.device}")
+
+
+def check_shape(name: str, x: Tensor, expected: tuple[int, ...], meaning: str) -> None:
+    if tuple(x.shape) != expected:
+        raise ArgumentError(
+            f"{name} must have shape {meaning} = {tuple(expected)}, got {tuple(x.shape)}"
+        )
+
+
+def check_rank(name: str, x: Tensor, rank: int, meaning: str) -> None:
+    if x.dim() != rank:
+        raise ArgumentError(f"{name} must have shape {meaning}, got {tuple(x.shape)}")
+
+
+def check_heads(num_q_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
+        raise ArgumentError(
+            f"FlashAttention forward only supports head dimension at most {MAX_HEAD_DIM} "
+            f"(and at least 1), got {head_dim}"
+        )
+    if num_kv_heads < 1 or num_q_heads % num_kv_heads != 0:
+        raise ArgumentError(
+            "Number of heads in key/value must divide number of heads in query, got "
+            f"{num_kv_heads} key/value heads and {num_q_heads} query heads"
+        )
+
+
+def check_int32(name: str, x: Tensor) -> None:
+    if x.dtype != torch.int32:
+        raise ArgumentError(f"{name} must have dtype int32, got {x.dtype}")
+
+
+def check_batch(batch: int) -> None:
+    if batch < 1:
+        raise ArgumentError(f"batch size must be positive, got {batch}")
+
+
+def check_cu_seqlens(name: str, cu_seqlens: Tensor, q: Tensor) -> int:
+    """Kind of a cumulative length tensor; returns the batch size."""
+    check_int32(name, cu_seqlens)
+    check_device(q, **{name: cu_seqlens})
+    if not cu_seqlens.is_contiguous():
+        raise ArgumentError(f"{name} must be contiguous, got strides {cu_seqlens.stride()}")
+    check_rank(name, cu_seqlens, 1, "(batch + 1,)")
+    check_batch(cu_seqlens.shape[0] - 1)
+    return cu_seqlens.shape[0] - 1
+
+
+def check_alibi(alibi_slopes: Tensor | None, q: Tensor, batch: int, num_q_heads: int) -> None:
+    if alibi_slopes is None:
+        return
+    if alibi_slopes.dtype != torch.float32:
+        raise ArgumentError(f"ALiBi slopes must have dtype fp32, got {alibi_slopes.dtype}")
+    check_device(q, alibi_slopes=alibi_slopes)
+    if tuple(alibi_slopes.shape) not in ((num_q_heads,), (batch, num_q_heads)):
+        raise ArgumentError(
+            f"alibi_slopes must have shape (num_q_heads,) = ({num_q_heads},) or (batch, "
+            f"num_q_heads) = ({batch}, {num_q_heads}), got {tuple(alibi_slopes.shape)}"
+        )
+    if alibi_slopes.stride(-1) != 1:
+        raise ArgumentError(
+            f"ALiBi slopes tensor must have contiguous last dimension, got strides "
+            f"{alibi_slopes.stride()}"
+        )
+
+
+def check_block_table(block_table: Tensor, q: Tensor, batch: int) -> None:
+    if block_table.dtype != torch.int32:
+        raise ArgumentError(f"block_table must have dtype torch.int32, got {block_table.dtype}")
+    check_device(q, block_table=block_table)
+    check_rank("block_table", block_table, 2, "(batch, max_blocks)")
+    if block_table.shape[0] != batch:
+        raise ArgumentError(
+            f"block_table must have shape (batch, max_blocks) with batch = {batch}, got "
+            f"{tuple(block_table.shape)}"
+        )
+    if block_table.shape[1] > 1 and block_table.stride(-1) != 1:
+        raise ArgumentError(
+            f"block_table must have contiguous last dimension, got strides {block_table.stride()}"
+        )
+
+
+def check_pages(name: str, pages: Tensor) -> None:
+    if pages.shape[0] < 1 or pages.shape[1] < 1:
+        raise ArgumentError(
+            f"{name} must hold at least one page of at least one token, as (num_blocks, "
+            f"block_size, num_kv_heads, head_dim), got {tuple(pages.shape)}"
+        )
