@@ -113,7 +113,7 @@ class BlockPool:
         return self._is_cached[block_id]
 
     def check(self, holders: Iterable[Iterable[int]]) -> None:
-        """Prove the pool's promises; `holders` are the blocks of each holder. `AssertionError` if not."""
+        """Prove the promises above, given the blocks of each holder; `AssertionError` if not."""
         expected = Counter(block_id for blocks in holders for block_id in blocks)
         for block_id, count in enumerate(self._ref_counts):
             assert count == expected[block_id], (

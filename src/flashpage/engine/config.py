@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from flashpage.errors import ArgumentError
+
+
+def check_size(name: str, value: Any) -> None:
+    """Raise `ArgumentError` unless `value` is an integer from 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ArgumentError(f"{name} = {value!r} must be an integer from 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +49,7 @@ class EngineConfig:
             "max_num_seqs",
             "max_num_batched_tokens",
         ):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ArgumentError(f"{name} = {value!r} must be an integer from 1")
+            check_size(name, getattr(self, name))
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ArgumentError(
                 f"max_num_batched_tokens = {self.max_num_batched_tokens} is less than "

@@ -38,9 +38,7 @@ class Engine:
         self.config = config
         self.tokenizer = tokenizer
         self.vocab_size: int = model.config.vocab_size
-        self.eos_token_ids = frozenset(
-            (*model.config.eos_token_ids, *getattr(tokenizer, "eos_token_ids", ()))
-        )
+        self.eos_token_ids = frozenset(model.config.eos_token_ids)
         self.kv_cache = KVCache(
             num_layers=model.config.num_layers,
             num_blocks=config.num_blocks,

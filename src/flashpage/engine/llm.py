@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from flashpage.cache.kv_cache import KVCache
-from flashpage.engine.config import EngineConfig
+from flashpage.engine.config import EngineConfig, check_size
 from flashpage.engine.engine import Engine
 from flashpage.engine.interrupt import deferred_interrupt
 from flashpage.engine.memory import choose_num_blocks
@@ -269,13 +269,22 @@ def _engine_config(
     **options: Any,
 ) -> EngineConfig:
     """Sizes that suit the model; the cache must hold one sequence of `max_model_len`."""
+    check_size("block_size", block_size)
+    check_size("max_num_seqs", max_num_seqs)
+    for name, value in (
+        ("num_blocks", num_blocks),
+        ("kv_cache_memory", kv_cache_memory),
+        ("max_model_len", max_model_len),
+    ):
+        if value is not None:
+            check_size(name, value)
     model = loaded.config
     limit = model.max_position_embeddings
     if max_model_len is not None and max_model_len > limit:
         raise ArgumentError(
             f"max_model_len = {max_model_len} is more than the {limit} positions of {loaded.name}"
         )
-    dtype = next(loaded.model.parameters()).dtype
+    dtype = loaded.model.dtype
     bytes_per_block = KVCache.bytes_per_block(
         model.num_layers, block_size, model.num_kv_heads, model.head_dim, dtype
     )

@@ -81,12 +81,13 @@ class Runner:
             hidden[[ends[i] - 1 for i in sampling]], [chunks[i].sequence for i in sampling]
         )
         rows = dict(zip(sampling, sampled, strict=True))
-        return [
-            ChunkResult(
-                chunk, rows.get(i), logprobs, error or (rows[i].error if i in rows else None)
-            )
-            for i, (chunk, (logprobs, error)) in enumerate(zip(chunks, scores, strict=True))
-        ]
+        results = []
+        for i, (chunk, (logprobs, error)) in enumerate(zip(chunks, scores, strict=True)):
+            row = rows.get(i)
+            if row is not None and row.error is not None:
+                row, error = None, row.error
+            results.append(ChunkResult(chunk, row, logprobs, error))
+        return results
 
     def _forward(self, chunks: list[Chunk], slices: list[SequenceSlice]) -> Tensor:
         """Hidden states `[num_tokens, hidden_size]` of all chunks, one after the other."""
