@@ -129,13 +129,17 @@ def gather_logprobs(
     logprobs = logits.log_softmax(dim=-1)
     chosen = logprobs.gather(1, token_ids[:, None])
     ranks = (logprobs > chosen).sum(dim=-1) + 1
-    top_logprobs, top_ids = logprobs.topk(max(num_logprobs, default=0), dim=-1)
-    columns = (token_ids, chosen.squeeze(1), ranks, top_ids, top_logprobs)
+    columns = (column.tolist() for column in (token_ids, chosen.squeeze(1), ranks))
+    # Each row asks for its own count: which of equal tokens come first depends on it.
+    likeliest: list[tuple[list[int], list[float]]] = [([], [])] * len(num_logprobs)
+    for count in set(num_logprobs) - {0}:
+        rows = [i for i, wanted in enumerate(num_logprobs) if wanted == count]
+        top_logprobs, top_ids = logprobs[rows].topk(count, dim=-1)
+        for i, ids, values in zip(rows, top_ids.tolist(), top_logprobs.tolist(), strict=True):
+            likeliest[i] = (ids, values)
     return [
-        TokenLogprobs(token_id, logprob, rank, ids[:count], values[:count])
-        for token_id, logprob, rank, ids, values, count in zip(
-            *(column.tolist() for column in columns), num_logprobs, strict=True
-        )
+        TokenLogprobs(token_id, logprob, rank, ids, values)
+        for token_id, logprob, rank, (ids, values) in zip(*columns, likeliest, strict=True)
     ]
 
 
