@@ -96,7 +96,8 @@ def test_requests_that_come_together_share_pages(make_engine, run_all):
 
 def test_a_long_prefill_never_starves_a_decode(make_engine):
     engine = make_engine(max_num_batched_tokens=8)
-    engine.add_request("short", [1, 2], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    engine.add_request("short", [1, 2], params)
     engine.step()
     engine.add_request("long", [3] * 100, GREEDY)
     for _ in range(10):
@@ -155,8 +156,8 @@ def test_prompt_logprobs(make_engine, run_all, reference, budget):
     assert len(output.prompt_logprobs) == len(prompt)
     for position in range(1, len(prompt)):
         entry = output.prompt_logprobs[position]
-        row = expected[position - 1]
-        assert entry[prompt[position]].logprob == pytest.approx(row[prompt[position]].item(), abs=1e-5)
+        row, token = expected[position - 1], prompt[position]
+        assert entry[token].logprob == pytest.approx(row[token].item(), abs=1e-5)
         likeliest = row.topk(3).indices.tolist()
         assert list(entry)[:3] == likeliest
         assert [entry[t].rank for t in likeliest] == [1, 2, 3]

@@ -8,7 +8,8 @@ from typing import Protocol
 REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are not (yet) a character
 CONTEXT_TOKENS = 6  # tokens before the first one whose text they may shape (leading spaces)
 WINDOW_TOKENS = 16  # decoded again with each new token
-MAX_HELD_CHARACTERS = 16  # more unfinished characters than this can not be an unfinished one
+MAX_OPEN_TOKENS = 8  # a character takes 4 bytes: what is open for longer is no character
+MAX_OPEN_CHARACTERS = 4  # how many replacements the bytes of one open character can make
 
 
 class Decoder(Protocol):
@@ -41,17 +42,20 @@ class IncrementalDetokenizer:
             # The prompt ends inside a character; its beginning is not ours to show.
             self._window, text = [], ""
         self._released = len(text)  # characters of the window's text that were handed out
+        self._num_open = 0  # tokens since the text last ended with a whole character
 
     def push(self, token_id: int) -> str:
         """The text that has become certain with one more token; often, but not always, its own."""
         self._window.append(token_id)
         text = self._decode(self._window)
         stable = text.rstrip(REPLACEMENT)
-        if len(text) - len(stable) > MAX_HELD_CHARACTERS:
-            stable = text[:-MAX_HELD_CHARACTERS]
+        self._num_open = self._num_open + 1 if len(stable) < len(text) else 0
+        is_garbage = self._num_open > MAX_OPEN_TOKENS
+        if is_garbage:
+            stable = text[:-MAX_OPEN_CHARACTERS]
         piece = stable[self._released :]
         self._released = max(self._released, len(stable))
-        if len(self._window) >= self._window_limit:
+        if len(self._window) >= self._window_limit and (is_garbage or not self._num_open):
             self._shrink(text)
         return piece
 
