@@ -1,0 +1,90 @@
+"""A dense layer that may keep its weight in the processor's packed layout; knows no model."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Linear(nn.Module):
+    """`y = x @ weight.T + bias`, with a weight that `prepare` may repack for speed.
+
+    Several projections of one input (q, k and v; gate and up) are one `Linear` whose rows are the
+    projections one after the other: one product instead of three, for whoever fills the weight.
+
+    Attributes:
+        weight: `[out_features, in_features]`, or None once `prepare` has packed it.
+        bias: `[out_features]` or None.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.weight: nn.Parameter | None = _empty_parameter(
+            (out_features, in_features), dtype, device
+        )
+        self.bias = _empty_parameter((out_features,), dtype, device) if bias else None
+        self._packed: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., in_features]` -> `[..., out_features]`, in the dtype of the weight."""
+        if self._packed is not None:
+            return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        return F.linear(x, self.weight, self.bias)
+
+    def prepare(self) -> None:
+        """Pack the weight where that is faster, and drop the plain copy; call once, after loading.
+
+        Packing pays for bfloat16 on CPUs whose oneDNN has bfloat16 kernels: `F.linear` reorders the
+        weight again in every call, which for a few rows costs more than the product itself.
+        A weight that another module also holds (a tied head) stays alive there, and exists twice.
+        """
+        if self.weight is not None and can_pack(self.weight):
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), None)
+            self.weight = None
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether `forward` uses the packed weight."""
+        return self._packed is not None
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, packed={self.is_packed}"
+        )
+
+
+def can_pack(weight: Tensor) -> bool:
+    """Whether this weight can be kept in oneDNN's packed layout here."""
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype == torch.bfloat16
+        and has_fast_bfloat16()
+        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    )
+
+
+def has_fast_bfloat16() -> bool:
+    """Whether this CPU computes bfloat16 products with instructions of its own."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    return supported is not None and bool(supported())
+
+
+def _empty_parameter(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
+) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)

@@ -1,0 +1,36 @@
+"""Root-mean-square normalisation over the last dimension; knows no model."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class RMSNorm(nn.Module):
+    """`x / sqrt(mean(x^2) + eps) * weight`, computed in float32 and returned in the dtype of x.
+
+    Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        eps: float,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        self.size = size
+        self.eps = eps
+        weight = torch.empty(size, dtype=dtype, device=device)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., size]` -> `[..., size]`."""
+        # For 16-bit inputs the operator itself computes in float32 and rounds once, at the end.
+        return F.rms_norm(x, (self.size,), self.weight, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.size}, eps={self.eps}"

@@ -1,0 +1,168 @@
+"""The decoder that the models of the Llama family share; knows nothing about files or text."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from flashpage.cache.kv_cache import KVCache
+from flashpage.layers.activation import silu_and_mul
+from flashpage.layers.attention import AttentionMetadata, PagedAttention
+from flashpage.layers.embedding import Embedding
+from flashpage.layers.linear import Linear
+from flashpage.layers.norm import RMSNorm
+from flashpage.layers.rope import RotaryEmbedding, Rotation, apply_rope
+from flashpage.models.config import ModelConfig
+
+
+class Attention(nn.Module):
+    """Self-attention with one fused projection for q, k and v, over the paged cache."""
+
+    def __init__(
+        self, config: ModelConfig, layer_index: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.num_q_heads = config.num_q_heads
+        self.num_kv_heads = config.num_kv_heads
+        self.head_dim = config.head_dim
+        q_size = config.num_q_heads * config.head_dim
+        kv_size = config.num_kv_heads * config.head_dim
+        self.qkv_proj = Linear(
+            config.hidden_size,
+            q_size + 2 * kv_size,
+            bias=config.qkv_bias,
+            dtype=dtype,
+            device=device,
+        )
+        self.o_proj = Linear(
+            q_size, config.hidden_size, bias=config.o_bias, dtype=dtype, device=device
+        )
+        self.attention = PagedAttention(
+            layer_index, config.num_q_heads, config.num_kv_heads, config.head_dim
+        )
+
+    def forward(
+        self, hidden: Tensor, rotation: Rotation, kv_cache: KVCache, metadata: AttentionMetadata
+    ) -> Tensor:
+        """`[T, hidden_size]` -> `[T, hidden_size]`."""
+        qkv = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))
+        qk, v = qkv.split((self.num_q_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
+        q, k = self.rotate(qk, rotation)
+        return self.o_proj(self.attention(q, k, v, kv_cache, metadata))
+
+    def rotate(self, qk: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """`[T, num_q_heads + num_kv_heads, head_dim]` -> q and k, ready for the scores."""
+        # q and k turn by the same angles: one call serves both.
+        q, k = apply_rope(qk, rotation).split((self.num_q_heads, self.num_kv_heads), dim=1)
+        return q, k
+
+
+class GatedMlp(nn.Module):
+    """`down(silu(gate(x)) * up(x))`, gate and up in one product."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.gate_up_proj = Linear(
+            config.hidden_size,
+            2 * config.intermediate_size,
+            bias=config.mlp_bias,
+            dtype=dtype,
+            device=device,
+        )
+        self.down_proj = Linear(
+            config.intermediate_size,
+            config.hidden_size,
+            bias=config.mlp_bias,
+            dtype=dtype,
+            device=device,
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """`[T, hidden_size]` -> `[T, hidden_size]`."""
+        return self.down_proj(silu_and_mul(self.gate_up_proj(hidden)))
+
+
+class DecoderLayer(nn.Module):
+    """Attention and feed-forward, each behind a norm and added to the residual stream."""
+
+    def __init__(
+        self, config: ModelConfig, attention: Attention, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(size, eps, dtype=dtype, device=device)
+        self.self_attn = attention
+        self.post_attention_layernorm = RMSNorm(size, eps, dtype=dtype, device=device)
+        self.mlp = GatedMlp(config, dtype, device)
+
+    def forward(
+        self, hidden: Tensor, rotation: Rotation, kv_cache: KVCache, metadata: AttentionMetadata
+    ) -> Tensor:
+        """`[T, hidden_size]` -> `[T, hidden_size]`."""
+        attended = self.self_attn(self.input_layernorm(hidden), rotation, kv_cache, metadata)
+        hidden = hidden + attended
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class DecoderModel(nn.Module):
+    """Embedding, decoder layers, final norm and head; a subclass names its attention.
+
+    Parameters are named as in Hugging Face checkpoints, except that q, k and v are one `qkv_proj`
+    and gate and up one `gate_up_proj`. They are uninitialised until weights/ fills them.
+    """
+
+    attention_class: type[Attention] = Attention
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.config = config
+        self.dtype = dtype
+        self.embed_tokens = Embedding(
+            config.vocab_size, config.hidden_size, dtype=dtype, device=device
+        )
+        self.rotary = RotaryEmbedding(config.head_dim, config.rope, device=device)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, self.attention_class(config, i, dtype, device), dtype, device)
+            for i in range(config.num_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
+        head_device = "meta" if config.tie_word_embeddings else device
+        self.lm_head = Linear(
+            config.hidden_size, config.vocab_size, dtype=dtype, device=head_device
+        )
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        kv_cache: KVCache,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """Run the new tokens of one step through all layers.
+
+        Args:
+            input_ids: `[T]` int64, the tokens of all sequences one after the other.
+            positions: `[T]` int64, the index of each token in its own sequence.
+            kv_cache: the pages; those named by `metadata` are written and read.
+            metadata: where each token's K and V go, and what each token may attend to.
+
+        Returns:
+            `[T, hidden_size]`, after the final norm.
+        """
+        hidden = self.embed_tokens(input_ids)
+        rotation = self.rotary(positions, self.dtype)
+        for layer in self.layers:
+            hidden = layer(hidden, rotation, kv_cache, metadata)
+        return self.norm(hidden)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """`[R, hidden_size]` -> `[R, vocab_size]` float32."""
+        return self.lm_head(hidden).float()
+
+    def prepare(self) -> None:
+        """Pack every weight for this processor; call once, after loading (see `Linear.prepare`)."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.prepare()

@@ -1,0 +1,202 @@
+"""From a name, path or config to a model that is ready to run, and its tokenizer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashpage.errors import ArgumentError, CheckpointError
+from flashpage.layers.linear import has_fast_bfloat16
+from flashpage.models.common import DecoderModel
+from flashpage.models.config import ModelConfig
+from flashpage.models.registry import build_model
+from flashpage.weights import default_model
+from flashpage.weights.assign import assign_weights
+from flashpage.weights.dummy import dummy_tensors
+from flashpage.weights.gguf import GGUFFile
+from flashpage.weights.gguf_tokenizer import tokenizer_from_gguf
+from flashpage.weights.hub import fetch_from_hub
+from flashpage.weights.safetensors import (
+    read_json,
+    read_json_if_present,
+    safetensors_tensors,
+)
+from flashpage.weights.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
+
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+ModelSource = str | os.PathLike[str] | Mapping[str, Any] | None
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model with its weights in place, and the tokenizer that belongs to it, if there is one."""
+
+    name: str
+    config: ModelConfig
+    model: DecoderModel
+    tokenizer: Tokenizer | None
+
+
+@dataclass(frozen=True)
+class _Checkpoint:
+    """What a source offers, before anything large is read.
+
+    Attributes:
+        tensors: names and weights, or None for dummy weights.
+        load_tokenizer: called only if the caller brings no tokenizer.
+    """
+
+    name: str
+    config: ModelConfig
+    tensors: Iterable[tuple[str, Tensor]] | None
+    load_tokenizer: Callable[[], Tokenizer | None]
+
+
+def load_model(
+    model: ModelSource = None,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "cpu",
+    load_format: str = "auto",
+    tokenizer: Tokenizer | str | os.PathLike[str] | None = None,
+    seed: int = 0,
+) -> LoadedModel:
+    """Load a model.
+
+    Args:
+        model: a directory with `config.json` and safetensors, a `.gguf` file, an id on the
+            Hugging Face Hub, or None for the default model; with `load_format="dummy"` also the
+            contents of a `config.json` or its path.
+        dtype: of the weights and activations: "float32", "bfloat16", "float16" or a torch dtype.
+            "auto" is bfloat16 on CPUs that have instructions for it and float32 on others, and
+            the checkpoint's own dtype on a GPU.
+        device: where the model runs.
+        load_format: "auto", "safetensors", "gguf", or "dummy" for random weights.
+        tokenizer: a `Tokenizer`, or where to load another one from than the model's own.
+        seed: of dummy weights.
+
+    Raises:
+        ArgumentError: an unknown dtype or load_format.
+        CheckpointError: the files are missing, damaged or of a kind that is not supported.
+        DownloadError: the model has to be fetched and can not be.
+    """
+    if load_format not in LOAD_FORMATS:
+        raise ArgumentError(f"load_format must be one of {LOAD_FORMATS}, got {load_format!r}")
+    device = torch.device(device)
+    chosen = None if dtype == "auto" else _named_dtype(dtype)
+    checkpoint = _open(model, load_format)
+    if tokenizer is None:
+        tokenizer = checkpoint.load_tokenizer()
+    elif not isinstance(tokenizer, Tokenizer):
+        tokenizer = load_tokenizer(tokenizer)
+    config = _with_eos_of(checkpoint.config, tokenizer)
+    built = build_model(config, chosen or _automatic_dtype(config, device), device)
+    tensors = checkpoint.tensors
+    assign_weights(built, dummy_tensors(built, seed) if tensors is None else tensors)
+    built.prepare()
+    return LoadedModel(checkpoint.name, config, built, tokenizer)
+
+
+def _open(model: ModelSource, load_format: str) -> _Checkpoint:
+    if load_format == "dummy":
+        return _open_dummy(model)
+    if model is None:
+        return _open_gguf(default_model.default_model_path(), default_model.NAME)
+    if isinstance(model, Mapping):
+        raise ArgumentError("a config alone has no weights: pass load_format='dummy' with it")
+    path = Path(model)
+    if path.is_file():
+        return _open_file(path, load_format)
+    if not path.is_dir():
+        if path.is_absolute() or path.suffix == ".gguf" or len(path.parts) > 2:
+            raise CheckpointError(f"{path} is neither a file nor a directory")
+        path = fetch_from_hub(str(model))
+    return _open_directory(path, Path(model).name, load_format)
+
+
+def _open_file(path: Path, load_format: str) -> _Checkpoint:
+    if load_format == "gguf" or (load_format == "auto" and path.suffix == ".gguf"):
+        return _open_gguf(path, path.stem)
+    raise CheckpointError(
+        f"{path} is not a .gguf file; for safetensors pass the directory that holds config.json"
+    )
+
+
+def _open_directory(path: Path, name: str, load_format: str) -> _Checkpoint:
+    if not (path / "config.json").is_file():
+        files = sorted(path.glob("*.gguf"))
+        if load_format != "safetensors" and len(files) == 1:
+            return _open_gguf(files[0], files[0].stem)
+        raise CheckpointError(
+            f"{path} has no config.json{' and several .gguf files: name one' if files else ''}"
+        )
+    if load_format == "gguf":
+        raise CheckpointError(f"{path} is a directory: pass the path of its .gguf file")
+    tensors = safetensors_tensors(path)
+    return _Checkpoint(name, _hf_config(path), tensors, lambda: _tokenizer_of(path))
+
+
+def _open_gguf(path: Path, name: str) -> _Checkpoint:
+    file = GGUFFile(path)
+    config = file.model_config()
+    # A file may hold weights alone; a tokenizer of an unknown kind is still an error.
+    has_vocabulary = "tokenizer.ggml.model" in file.metadata
+    return _Checkpoint(
+        name,
+        config,
+        file.hf_tensors(config),
+        lambda: tokenizer_from_gguf(file.metadata) if has_vocabulary else None,
+    )
+
+
+def _open_dummy(model: ModelSource) -> _Checkpoint:
+    if isinstance(model, Mapping):
+        return _Checkpoint("dummy", ModelConfig.from_hf(model), None, lambda: None)
+    if model is None:
+        raise ArgumentError("load_format='dummy' needs a config: pass a dict or a path")
+    path = Path(model)
+    if path.is_file():
+        return _Checkpoint(path.stem, ModelConfig.from_hf(read_json(path)), None, lambda: None)
+    return _Checkpoint(path.name, _hf_config(path), None, lambda: _tokenizer_of(path))
+
+
+def _tokenizer_of(directory: Path) -> Tokenizer | None:
+    return load_tokenizer(directory) if has_tokenizer(directory) else None
+
+
+def _hf_config(directory: Path) -> ModelConfig:
+    generation = read_json_if_present(directory / "generation_config.json")
+    return ModelConfig.from_hf(read_json(directory / "config.json"), generation)
+
+
+def _with_eos_of(config: ModelConfig, tokenizer: Tokenizer | None) -> ModelConfig:
+    """Let whatever either of them calls an end end the text."""
+    if tokenizer is None:
+        return config
+    ids = dict.fromkeys([*config.eos_token_ids, *tokenizer.eos_token_ids])
+    return replace(config, eos_token_ids=tuple(ids))
+
+
+def _named_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    chosen = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if chosen not in _DTYPES.values():
+        raise ArgumentError(f"dtype must be 'auto' or one of {tuple(_DTYPES)}, got {dtype!r}")
+    return chosen
+
+
+def _automatic_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
+    if device.type == "cpu":
+        return torch.bfloat16 if has_fast_bfloat16() else torch.float32
+    return _DTYPES.get(config.dtype or "", torch.bfloat16)
