@@ -60,7 +60,7 @@ def test_every_file_says_its_boundary():
 
 
 def test_import_is_light():
-    """`import flashpage` brings no torch; the attention functions bring nothing more that is big."""
+    """`import flashpage` brings no torch; the attention functions bring nothing else of weight."""
     script = (
         "import sys, flashpage\n"
         "assert 'torch' not in sys.modules\n"
