@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from pathlib import Path
 from typing import Any
@@ -178,22 +179,22 @@ class TestDamaged:
         cuts += [*np.linspace(data_start, len(content) - 1, 20, dtype=int)]
         for cut in cuts:
             path.write_bytes(content[:cut])
-            with pytest.raises(CheckpointError, match="cut.gguf"):
+            with pytest.raises(CheckpointError, match=r"cut\.gguf"):
                 load_model(path, dtype="float32")
 
     def test_flipped_bytes_never_crash(self, tmp_path: Path, content: bytes) -> None:
         """Whatever the header says, it loads or says in our words why not."""
         path = tmp_path / "flipped.gguf"
         data_start = GGUFFile(tmp_path / "good.gguf").tensors["token_embd.weight"].offset
-        for _ in range(150):
+        structure_end = content.index(b"tokenizer.ggml")
+        for i in range(200):
             damaged = bytearray(content)
+            end = (structure_end, data_start)[i % 2]
             for _ in range(np.random.randint(1, 4)):
-                damaged[np.random.randint(0, data_start)] ^= 1 << np.random.randint(0, 8)
+                damaged[np.random.randint(0, end)] ^= 1 << np.random.randint(0, 8)
             path.write_bytes(damaged)
-            try:
+            with contextlib.suppress(CheckpointError):
                 load_model(path, dtype="float32")
-            except CheckpointError:
-                pass
 
     def test_nan_is_named(self, tmp_path: Path, write_gguf: Any, random_state: Any) -> None:
         state = random_state("qwen3")
