@@ -192,7 +192,8 @@ class NumbaBackend(TorchBackend):
         alibi_slopes: Tensor | None,
         num_splits: int,
     ) -> tuple[Tensor, Tensor]:
-        if q.shape[1] > numba_decode.MAX_SEQLEN_Q:
+        empty = q.numel() == 0 or k_cache.numel() == 0
+        if empty or q.shape[1] > numba_decode.MAX_SEQLEN_Q:
             # So many queries make it a matter of arithmetic, not of bandwidth.
             return super().decode(
                 problem,
@@ -206,7 +207,10 @@ class NumbaBackend(TorchBackend):
                 alibi_slopes=alibi_slopes,
                 num_splits=num_splits,
             )
-        checked_lengths(k_cache, cache_seqlens, block_table)
+        if block_table is None:
+            checked_lengths(k_cache, cache_seqlens, None)
+        rows = None if cache_batch_idx is None else checked_rows(0, k_cache, cache_batch_idx)
+        leftpad = None if cache_leftpad is None else checked_leftpad(cache_leftpad, 0)
         return numba_decode.decode(
             problem,
             q,
@@ -214,8 +218,8 @@ class NumbaBackend(TorchBackend):
             v_cache,
             cache_seqlens,
             block_table,
-            checked_rows(q.shape[0], k_cache, cache_batch_idx),
-            checked_leftpad(cache_leftpad, q.shape[0]),
+            rows,
+            leftpad,
             alibi_slopes,
             num_splits,
         )
@@ -246,7 +250,11 @@ def _attend(
     rng_state: Tensor | None,
     first: int,
 ) -> tuple[Tensor, Tensor]:
-    if q.shape[1] and k.shape[1] and torch_kernel.fits(problem, q.shape[1], k.shape[1]):
+    seqlen_q, seqlen_k = q.shape[1], k.shape[1]
+    if seqlen_q == 0 or seqlen_k == 0:
+        lse = torch.full((q.shape[0], q.shape[2], seqlen_q), torch.inf, dtype=problem.lse_dtype)
+        return torch.zeros(q.shape, dtype=q.dtype), lse
+    if torch_kernel.fits(problem, seqlen_q, seqlen_k):
         return torch_kernel.forward(q, k, v, problem)
     return blocks.forward(q, k, v, _piece(problem, q, k, slopes, rng_state, first))
 
@@ -265,8 +273,11 @@ def _attend_backward(
     first: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
+    if seqlen_q == 0 or seqlen_k == 0:
+        dq, dk, dv = (torch.zeros(x.shape, dtype=x.dtype) for x in (q, k, v))
+        return dq, dk, dv
     # torch's kernel takes no gradient of the LSE.
-    if dlse is None and seqlen_q and seqlen_k and torch_kernel.fits(problem, seqlen_q, seqlen_k):
+    if dlse is None and torch_kernel.fits(problem, seqlen_q, seqlen_k):
         return torch_kernel.backward(dout, q, k, v, out, softmax_lse, problem)
     piece = _piece(problem, q, k, slopes, rng_state, first)
     return blocks.backward(dout, dlse, q, k, v, out, softmax_lse, piece)

@@ -11,11 +11,13 @@ import threading
 import time
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from flashpage.attention.cpu.segments import checked_lengths
 from flashpage.attention.problem import Problem
 
 logger = logging.getLogger("flashpage")
@@ -62,42 +64,12 @@ def _flat(x: Tensor) -> np.ndarray:
     return flat.view(torch.int16).numpy().view(np.uint16)
 
 
-def _kind(dtype: torch.dtype) -> int:
-    kernel = _kernel()
-    kinds = {
+def _kinds(kernel: ModuleType) -> dict[torch.dtype, int]:
+    return {
         torch.float32: kernel.FLOAT32,
         torch.bfloat16: kernel.BFLOAT16,
         torch.float16: kernel.FLOAT16,
     }
-    return kinds[dtype]
-
-
-def _plan(
-    lengths: np.ndarray, seqlen_q: int, left: int, right: int, num_splits: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Cut every sequence's visible keys into tasks.
-
-    Returns:
-        tasks int64 `[num_tasks, 3]`: sequence, first key, last key + 1;
-        first_task int64 `[batch + 1]`.
-    """
-    start = np.zeros_like(lengths)
-    stop = lengths
-    if left >= 0:
-        start = np.maximum(0, lengths - seqlen_q - left)
-    if right >= 0:
-        stop = np.clip(lengths + right, 0, lengths)
-    visible = np.maximum(stop - start, 0)
-    if num_splits == 0:
-        size = np.full_like(visible, SPLIT_SIZE)
-    else:
-        size = np.maximum(-(-visible // num_splits), 1)
-    counts = -(-visible // size)
-    first_task = np.concatenate(([0], np.cumsum(counts)))
-    sequence = np.repeat(np.arange(len(lengths)), counts)
-    begin = start[sequence] + (np.arange(len(sequence)) - first_task[sequence]) * size[sequence]
-    end = np.minimum(begin + size[sequence], stop[sequence])
-    return np.stack((sequence, begin, end), axis=1), first_task
 
 
 def decode(
@@ -107,80 +79,70 @@ def decode(
     v_cache: Tensor,
     cache_seqlens: Tensor,
     block_table: Tensor | None,
-    cache_rows: list[int],
-    leftpad: list[int],
+    cache_rows: list[int] | None,
+    leftpad: list[int] | None,
     alibi_slopes: Tensor | None,
     num_splits: int,
 ) -> tuple[Tensor, Tensor]:
-    """`(out, softmax_lse)`; values already checked.
+    """`(out, softmax_lse)`. Values are checked already, but for cache_seqlens of a paged cache.
 
     A cache without pages is one with pages of its whole length: row r is page r.
     """
     batch, seqlen_q, num_heads, head_dim = q.shape
-    if block_table is None:
-        tables = np.array(cache_rows, dtype=np.int32)[:, None]
-    else:
+    stops = cache_seqlens.numpy().astype(np.int64)
+    leftpads = np.zeros_like(stops) if leftpad is None else np.array(leftpad, dtype=np.int64)
+    if block_table is not None:
         tables = block_table.numpy()
-    leftpads = np.array(leftpad, dtype=np.int64)
-    lengths = np.maximum(cache_seqlens.numpy().astype(np.int64), leftpads)
-    left, right = problem.window_left, problem.window_right
-    tasks, first_task = _plan(lengths - leftpads, seqlen_q, left, right, num_splits)
+    else:
+        tables = np.array(cache_rows or range(batch), dtype=np.int32)[:, None]
     if alibi_slopes is None:
         slopes = np.empty((0, 0), np.float32)
     else:
         slopes = alibi_slopes.expand(batch, num_heads).contiguous().numpy()
-
-    rows = seqlen_q * num_heads
-    m, l = np.empty((2, len(tasks), rows), np.float32)  # noqa: E741
-    o = np.empty((len(tasks), rows * head_dim), np.float32)
     out = np.empty((batch, seqlen_q, num_heads, head_dim), np.float32)
     lse = np.empty((batch, num_heads, seqlen_q), np.float32)
-    with _lock:
-        _run(
-            q.float().contiguous().numpy().reshape(-1),
-            _flat(k_cache),
-            _flat(v_cache),
-            _kind(problem.dtype),
-            k_cache.stride()[:3],
-            v_cache.stride()[:3],
-            tables,
-            k_cache.shape[1],
-            lengths,
-            leftpads,
-            slopes,
-            (seqlen_q, num_heads, problem.num_kv_heads, head_dim),
-            np.float32(problem.softmax_scale),
-            left,
-            right,
-            np.float32(problem.softcap),
-            tasks,
-            (m, l, o),
-            first_task,
-            out,
-            lse,
-        )
+    kernel = _kernel()
+    bad_sequence = _run(
+        kernel.decode,
+        q.float().contiguous().numpy().reshape(-1),
+        _flat(k_cache),
+        _flat(v_cache),
+        _kinds(kernel)[problem.dtype],
+        k_cache.stride()[:3],
+        v_cache.stride()[:3],
+        tables,
+        k_cache.shape[1],
+        k_cache.shape[0],
+        np.maximum(stops, leftpads) if leftpad else stops,
+        leftpads,
+        slopes,
+        (seqlen_q, num_heads, problem.num_kv_heads, head_dim),
+        np.float32(problem.softmax_scale),
+        problem.window_left,
+        problem.window_right,
+        np.float32(problem.softcap),
+        num_splits,
+        SPLIT_SIZE,
+        out,
+        lse,
+    )
+    if bad_sequence >= 0:
+        checked_lengths(k_cache, cache_seqlens, block_table)  # raises, and says what is wrong
     return torch.from_numpy(out).to(q.dtype), torch.from_numpy(lse)
 
 
-def _run(*args: object) -> None:
-    *inputs, partials, first_task, out, lse = args
-    kernel = _kernel()
+def _run(decode_kernel: Any, *args: object) -> int:
+    """Call the kernel on torch's number of threads; say so if that compiled it."""
     import numba
 
-    numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
-    _, seqlen_q_etc = None, inputs[11]
-    start = time.perf_counter()
-    misses = _cache_misses(kernel)
-    kernel.decode_tasks(*inputs, *partials)
-    kernel.combine_tasks(
-        *partials, first_task, seqlen_q_etc[0], seqlen_q_etc[1], seqlen_q_etc[3], out, lse
-    )
-    if _cache_misses(kernel) > misses:
-        logger.warning(
-            "flashpage compiled its CPU decode kernel in %.1f s (once; kept on disk)",
-            time.perf_counter() - start,
-        )
-
-
-def _cache_misses(kernel: ModuleType) -> int:
-    return sum(sum(f.stats.cache_misses.values()) for f in (kernel.decode_tasks,))
+    with _lock:
+        numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
+        known = len(decode_kernel.signatures)
+        start = time.perf_counter()
+        bad_sequence = decode_kernel(*args)
+        if len(decode_kernel.signatures) > known and sum(decode_kernel.stats.cache_misses.values()):
+            seconds = time.perf_counter() - start
+            logger.warning(
+                "flashpage compiled its CPU decode kernel in %.1f s (once; kept on disk)", seconds
+            )
+    return bad_sequence

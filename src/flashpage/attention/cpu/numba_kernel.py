@@ -164,12 +164,56 @@ def _update_row(s, first, stop, m, l, o, row, dim):  # type: ignore[no-untyped-d
     l[row] += total
 
 
+@_jit()
+def _find_bad_sequence(tables, block_size, num_blocks, stops):  # type: ignore[no-untyped-def]
+    """First sequence of negative length or with a page which is not there, -1 if there is none."""
+    for sequence in range(len(stops)):
+        if stops[sequence] < 0:
+            return sequence
+        used = (stops[sequence] + block_size - 1) // block_size
+        if used > tables.shape[1]:
+            return sequence
+        for page in tables[sequence, :used]:
+            if page < 0 or page >= num_blocks:
+                return sequence
+    return -1
+
+
+@_jit()
+def _plan(lengths, seqlen_q, left, right, num_splits, split_size):  # type: ignore[no-untyped-def]
+    """Cut every sequence's visible keys into tasks.
+
+    Returns `(tasks, first_task)`: rows (sequence, first key, last key + 1), and where each
+    sequence's rows begin. Keys are counted from the first valid one.
+    """
+    batch = len(lengths)
+    starts, sizes = np.zeros(batch, np.int64), np.empty(batch, np.int64)
+    first_task = np.zeros(batch + 1, np.int64)
+    for i in range(batch):
+        stop = lengths[i]
+        if left >= 0:
+            starts[i] = max(0, stop - seqlen_q - left)
+        if right >= 0:
+            stop = max(0, min(stop, stop + right))
+        visible = max(0, stop - starts[i])
+        sizes[i] = split_size if num_splits == 0 else max(1, -(-visible // num_splits))
+        first_task[i + 1] = first_task[i] + -(-visible // sizes[i])
+    tasks = np.empty((first_task[batch], 3), np.int64)
+    for i in range(batch):
+        for task in range(first_task[i], first_task[i + 1]):
+            begin = starts[i] + (task - first_task[i]) * sizes[i]
+            tasks[task, 0] = i
+            tasks[task, 1] = begin
+            tasks[task, 2] = min(begin + sizes[i], lengths[i])
+    return tasks, first_task
+
+
 @_jit(parallel=True)
-def decode_tasks(  # type: ignore[no-untyped-def]
-    q, k, v, kind, k_strides, v_strides, tables, block_size, lengths, leftpads, slopes,
+def _run_tasks(  # type: ignore[no-untyped-def]
+    q, k, v, kind, k_strides, v_strides, tables, block_size, stops, leftpads, slopes,
     shape, scale, left, right, softcap, tasks, m, l, o,  # noqa: E741
 ):  # fmt: skip
-    """Fill m, l, o of every task. See `numba_decode` for the arrays."""
+    """Fill m, l, o of every task."""
     seqlen_q, num_heads, num_kv_heads, dim = shape
     group = num_heads // num_kv_heads
     rows = seqlen_q * num_heads
@@ -185,7 +229,7 @@ def decode_tasks(  # type: ignore[no-untyped-def]
         s = np.empty(CHUNK, np.float32)
         pages = tables[sequence]
         pad = leftpads[sequence]
-        diagonal = lengths[sequence] - pad - seqlen_q
+        diagonal = stops[sequence] - pad - seqlen_q
         for chunk in range(begin, end, CHUNK):
             n = min(CHUNK, end - chunk)
             _load_chunk(
@@ -218,7 +262,7 @@ def decode_tasks(  # type: ignore[no-untyped-def]
 
 
 @_jit(parallel=True)
-def combine_tasks(m, l, o, first_task, seqlen_q, num_heads, dim, out, lse):  # type: ignore[no-untyped-def]  # noqa: E741
+def _combine_tasks(m, l, o, first_task, seqlen_q, num_heads, dim, out, lse):  # type: ignore[no-untyped-def]  # noqa: E741
     """Join the tasks of each sequence: out `[batch, seqlen_q, heads, dim]`, lse `[batch, heads,
     seqlen_q]`; a row that saw no key gives 0 and +inf."""
     for sequence in numba.prange(first_task.shape[0] - 1):
@@ -244,3 +288,80 @@ def combine_tasks(m, l, o, first_task, seqlen_q, num_heads, dim, out, lse):  # t
                 lse[sequence, head, i] = top + np.float32(math.log(total))
                 for d in range(dim):
                     result[d] /= total
+
+
+@_jit()
+def decode(  # type: ignore[no-untyped-def]
+    q,
+    k,
+    v,
+    kind,
+    k_strides,
+    v_strides,
+    tables,
+    block_size,
+    num_blocks,
+    stops,
+    leftpads,
+    slopes,
+    shape,
+    scale,
+    left,
+    right,
+    softcap,
+    num_splits,
+    split_size,
+    out,
+    lse,
+):
+    """Attention of q over the cache into out and lse.
+
+    Args:
+        q: float32, flat `[batch, seqlen_q, num_heads, dim]`.
+        k, v: float32, or the bits of bfloat16 or float16 as uint16 (see kind): all memory of the
+            cache; key t of page p and head h begins at `p, t, h` times k_strides.
+        tables: int32 `[batch, max_blocks]`.
+        stops, leftpads: int64 `[batch]`, positions after the last and of the first valid key.
+        slopes: float32 `[batch, num_heads]`, or of no rows.
+        shape: (seqlen_q, num_heads, num_kv_heads, dim).
+        left, right: window, -1 = unbounded. num_splits: 0 = keys per task from split_size.
+        out: float32 `[batch, seqlen_q, num_heads, dim]`; lse: float32
+            `[batch, num_heads, seqlen_q]`.
+
+    Returns:
+        -1, or the index of a sequence of negative length or with a page which is not there (nothing
+        is then done).
+    """
+    bad = _find_bad_sequence(tables, block_size, num_blocks, stops)
+    if bad >= 0:
+        return bad
+    seqlen_q, num_heads, _, dim = shape
+    tasks, first_task = _plan(stops - leftpads, seqlen_q, left, right, num_splits, split_size)
+    rows = seqlen_q * num_heads
+    m = np.empty((len(tasks), rows), np.float32)
+    l = np.empty((len(tasks), rows), np.float32)  # noqa: E741
+    o = np.empty((len(tasks), rows * dim), np.float32)
+    _run_tasks(
+        q,
+        k,
+        v,
+        kind,
+        k_strides,
+        v_strides,
+        tables,
+        block_size,
+        stops,
+        leftpads,
+        slopes,
+        shape,
+        scale,
+        left,
+        right,
+        softcap,
+        tasks,
+        m,
+        l,
+        o,
+    )
+    _combine_tasks(m, l, o, first_task, seqlen_q, num_heads, dim, out, lse)
+    return -1

@@ -1,0 +1,59 @@
+"""The report of backends, and forcing one."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+import flashpage
+from flashpage.attention import dispatch
+from flashpage.attention.cpu import numba_decode
+from flashpage.errors import ArgumentError
+
+
+def test_report_on_a_cpu():
+    report = flashpage.backends(layout="paged", dtype=torch.bfloat16)
+    assert report.serving("forward") == "cpu_torch"
+    assert report.serving("decode") == "cpu_numba"
+    assert report.serving("backward") is None
+    text = str(report)
+    assert "paged bfloat16 on cpu" in text
+    assert "decode    cpu_numba  serves" in text
+    assert "no: attention over pages has no backward" in text
+    assert flashpage.backends().serving("backward") == "cpu_torch"
+
+
+def test_report_says_why_not():
+    for report in (flashpage.backends("cuda"), flashpage.backends(dtype=torch.int8)):
+        assert all(report.serving(f) is None for f in ("forward", "backward", "decode"))
+    assert "not on cuda" in str(flashpage.backends("cuda"))
+    assert "not torch.int8" in str(flashpage.backends(dtype=torch.int8))
+    double = flashpage.backends(dtype=torch.float64)
+    assert double.serving("decode") == "cpu_torch"
+    assert "serves float32, bfloat16 and float16, not torch.float64" in str(double)
+
+
+def test_bad_questions():
+    with pytest.raises(ArgumentError, match="layout must be one of.*'packed'"):
+        flashpage.backends(layout="packed")
+    with pytest.raises(ArgumentError, match="names must be among"), dispatch.only("cpu_fast"):
+        pass
+
+
+def test_without_numba_torch_serves(monkeypatch):
+    monkeypatch.setitem(sys.modules, "numba", None)  # makes `import numba` fail
+    numba_decode.why_unavailable.cache_clear()
+    dispatch._choose.cache_clear()
+    try:
+        report = flashpage.backends(layout="paged")
+        assert report.serving("decode") == "cpu_torch"
+        assert "pip install numba" in str(report)
+        cache = torch.randn(1, 4, 1, 8)
+        q = torch.randn(1, 1, 1, 8)
+        out = flashpage.flash_attn_with_kvcache(q, cache, cache)
+        torch.testing.assert_close(out, flashpage.flash_attn_func(q, cache, cache))
+    finally:
+        numba_decode.why_unavailable.cache_clear()
+        dispatch._choose.cache_clear()
