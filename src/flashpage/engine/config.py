@@ -1,0 +1,62 @@
+"""The engine's sizes, checked once; knows nothing of models or machines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flashpage.errors import ArgumentError
+
+
+def check_size(name: str, value: Any) -> None:
+    """Raise `ArgumentError` unless `value` is an integer from 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ArgumentError(f"{name} = {value!r} must be an integer from 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Sizes and limits of an engine. Raises `ArgumentError` for a value out of its range.
+
+    Attributes:
+        num_blocks: pages of the KV cache.
+        max_model_len: prompt and generated tokens of one sequence at most.
+        block_size: tokens per page.
+        max_num_seqs: sequences that run at the same time.
+        max_num_batched_tokens: tokens computed per step; long prompts are cut into such chunks.
+        enable_prefix_caching: keep the pages of finished requests for those that begin alike.
+        seed: for requests that bring no seed of their own.
+        dtype, device: of the KV cache; the model's.
+    """
+
+    num_blocks: int
+    max_model_len: int
+    block_size: int = 16
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 512
+    enable_prefix_caching: bool = True
+    seed: int = 0
+    dtype: torch.dtype = torch.float32
+    device: torch.device | str = "cpu"
+
+    def __post_init__(self) -> None:
+        for name in (
+            "num_blocks",
+            "max_model_len",
+            "block_size",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+        ):
+            check_size(name, getattr(self, name))
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ArgumentError(
+                f"max_num_batched_tokens = {self.max_num_batched_tokens} is less than "
+                f"max_num_seqs = {self.max_num_seqs}: a step must have room for one token of "
+                "every running sequence"
+            )
+
+    def num_pages(self, num_tokens: int) -> int:
+        """Pages that hold the keys and values of `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)

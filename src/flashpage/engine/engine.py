@@ -1,0 +1,256 @@
+"""The step-level engine for servers: requests in, one step at a time, outputs out.
+
+`step = schedule -> run -> postprocess`. An engine belongs to one thread: it takes no locks, so
+concurrent callers must hand their requests to the thread that steps. An exception inside a step
+(or Ctrl-C inside the model) leaves every request as it was before the step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as SequenceOf
+from operator import index as as_int
+
+from torch import nn
+
+from flashpage.cache.kv_cache import KVCache
+from flashpage.engine.config import EngineConfig
+from flashpage.engine.detokenizer import Decoder
+from flashpage.engine.outputs import EngineStats, FinishReason, RequestOutput
+from flashpage.engine.postprocess import append_token, flush_text, logprob_dict
+from flashpage.engine.request import Request, Sequence, mix_seed
+from flashpage.engine.runner import ChunkResult, Runner
+from flashpage.engine.sampling_params import SamplingParams
+from flashpage.engine.scheduler import Scheduler
+from flashpage.errors import RequestError
+
+
+class Engine:
+    """Runs many requests at once on one paged KV cache.
+
+    Args:
+        model: a module as in `flashpage.models` (`config`, `forward`, `compute_logits`).
+        tokenizer: gives outputs their text; None leaves it empty (and refuses stop strings).
+        config: sizes and limits.
+    """
+
+    def __init__(self, model: nn.Module, tokenizer: Decoder | None, config: EngineConfig) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.vocab_size: int = model.config.vocab_size
+        self.eos_token_ids = frozenset(model.config.eos_token_ids)
+        self.kv_cache = KVCache(
+            num_layers=model.config.num_layers,
+            num_blocks=config.num_blocks,
+            block_size=config.block_size,
+            num_kv_heads=model.config.num_kv_heads,
+            head_dim=model.config.head_dim,
+            dtype=config.dtype,
+            device=config.device,
+        )
+        self._scheduler = Scheduler(config)
+        self._runner = Runner(model, self.kv_cache, config.device, self.eos_token_ids)
+        self._requests: dict[str, Request] = {}
+        self._num_requests = 0
+        self._num_generated = 0
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: SequenceOf[int],
+        sampling_params: SamplingParams | None = None,
+        *,
+        prompt: str | None = None,
+    ) -> None:
+        """Queue a request; `prompt`, its text, is only handed back in the output.
+
+        Raises `RequestError`, and changes nothing, if the id is in use or `check_request` objects.
+        """
+        if request_id in self._requests:
+            raise RequestError(f"request_id = {request_id!r} is in use by an unfinished request")
+        params = SamplingParams() if sampling_params is None else sampling_params
+        token_ids, max_tokens = self.check_request(prompt_token_ids, params)
+        seed = mix_seed(self.config.seed, self._num_requests)
+        request = Request(
+            request_id,
+            prompt,
+            token_ids,
+            params,
+            max_tokens=max_tokens,
+            seed=seed if params.seed is None else params.seed,
+            tokenizer=self.tokenizer,
+        )
+        self._num_requests += 1
+        self._requests[request_id] = request
+        self._scheduler.add(request.sequences[:1])
+
+    def check_request(
+        self, prompt_token_ids: SequenceOf[int], params: SamplingParams
+    ) -> tuple[list[int], int]:
+        """The prompt as a list of ints and the tokens to generate at most, or `RequestError`.
+
+        Refused are an empty prompt, ids outside the vocabulary, and what can never fit into
+        `max_model_len` or the cache's pages, with the numbers.
+        """
+        token_ids = self._check_token_ids("prompt_token_ids", prompt_token_ids)
+        if not token_ids:
+            raise RequestError("the prompt is empty: it needs at least one token")
+        self._check_token_ids("stop_token_ids", params.stop_token_ids)
+        self._check_token_ids("logit_bias", list(params.logit_bias))
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(params, name)
+            if count is not None and count > self.vocab_size:
+                raise RequestError(f"{name} = {count} is more than the {self.vocab_size} tokens")
+        if params.stop_strings and self.tokenizer is None:
+            raise RequestError(f"stop = {params.stop!r} needs an engine with a tokenizer")
+        return token_ids, self._check_length(len(token_ids), params)
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request and free its pages at once.
+
+        Returns what it had generated, or None if there is no such unfinished request.
+        """
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return None
+        for sequence in request.sequences:
+            if not sequence.is_finished:
+                flush_text(sequence)
+                self._finish(sequence, "abort")
+        return request.output()
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one batch; returns the requests that gained a token or ended."""
+        chunks = self._scheduler.schedule()
+        if not chunks:
+            return []
+        results = self._runner.run(chunks)
+        return self._postprocess(results)
+
+    def has_unfinished(self) -> bool:
+        """Whether a step would do something."""
+        return bool(self._requests)
+
+    def stats(self) -> EngineStats:
+        """Numbers for a status line."""
+        scheduler = self._scheduler
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            pages_used=scheduler.pool.num_used,
+            pages_total=scheduler.pool.num_blocks,
+            prefix_hit_tokens=scheduler.num_hit_tokens,
+            preemptions=scheduler.num_preemptions,
+            tokens_generated=self._num_generated,
+        )
+
+    def check(self) -> None:
+        """Prove the engine's promises about its pages; `AssertionError` if one is broken."""
+        self._scheduler.check()
+        queued = [*self._scheduler.running, *self._scheduler.waiting.values()]
+        expected = [
+            sequence
+            for request in self._requests.values()
+            for sequence in request.sequences
+            if not sequence.is_finished and sequence not in request.siblings_waiting
+        ]
+        assert sorted(map(id, queued)) == sorted(map(id, expected)), "a sequence is lost or left"
+
+    def _postprocess(self, results: list[ChunkResult]) -> list[RequestOutput]:
+        advanced: dict[str, Request] = {}
+        for result in results:
+            sequence = result.chunk.sequence
+            self._scheduler.commit(result.chunk)
+            self._advance(sequence, result)
+            if result.chunk.is_last or sequence.is_finished:
+                advanced[sequence.request.request_id] = sequence.request
+        for request_id, request in advanced.items():
+            if request.is_finished:
+                del self._requests[request_id]
+        return [request.output() for request in advanced.values()]
+
+    def _advance(self, sequence: Sequence, result: ChunkResult) -> None:
+        request = sequence.request
+        if result.error is not None:
+            self._fail(sequence, result.error)
+            return
+        if request.prompt_logprobs is not None:
+            request.prompt_logprobs += [
+                logprob_dict(row, self.tokenizer) for row in result.prompt_logprobs
+            ]
+        if result.sampled is not None:
+            now = time.perf_counter()
+            request.first_token_time = request.first_token_time or now
+            self._num_generated += 1
+            if result.sampled.logprobs is not None:
+                sequence.logprobs.append(logprob_dict(result.sampled.logprobs, self.tokenizer))
+            append_token(sequence, result.sampled.token_id, self.eos_token_ids)
+        elif result.chunk.is_last:
+            sequence.finish_reason = "length"
+        if result.chunk.is_last and request.siblings_waiting:
+            self._scheduler.add_first(request.siblings_waiting)
+            request.siblings_waiting = []
+        if sequence.finish_reason is not None:
+            self._finish(sequence, sequence.finish_reason)
+
+    def _fail(self, sequence: Sequence, error: str) -> None:
+        """End a sequence, and siblings that would compute the same prompt, with an error."""
+        request = sequence.request
+        for failed in (sequence, *request.siblings_waiting):
+            failed.error = f"request {request.request_id!r} failed: {error}"
+            flush_text(failed)
+            self._finish(failed, "error")
+        request.siblings_waiting = []
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        sequence.finish_reason = reason
+        request = sequence.request
+        request.page_ids.update(sequence.block_ids)
+        self._scheduler.remove(sequence, poisoned=reason == "error")
+        if request.is_finished:
+            request.finish_time = time.perf_counter()
+
+    def _check_token_ids(self, name: str, token_ids: SequenceOf[int]) -> list[int]:
+        checked: list[int] = []
+        for position, token_id in enumerate(token_ids):
+            try:
+                value = -1 if isinstance(token_id, bool) else as_int(token_id)
+            except TypeError:
+                value = -1
+            if not 0 <= value < self.vocab_size:
+                raise RequestError(
+                    f"{name}[{position}] = {token_id!r} is not a token of the vocabulary "
+                    f"(an integer from 0 to {self.vocab_size - 1})"
+                )
+            checked.append(value)
+        return checked
+
+    def _check_length(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        """Tokens to generate at most; `RequestError` if they can never fit."""
+        config = self.config
+        # The last generated token is never computed, so it needs no place in the cache.
+        capacity = config.num_blocks * config.block_size + 1
+        limit = min(config.max_model_len, capacity)
+        max_tokens = params.max_tokens
+        if max_tokens is None:
+            max_tokens = limit - num_prompt_tokens
+            if max_tokens < max(params.min_tokens, 1):
+                raise RequestError(
+                    f"a prompt of {num_prompt_tokens} tokens leaves no room for "
+                    f"{max(params.min_tokens, 1)} more: the limit is {limit} tokens "
+                    f"(max_model_len = {config.max_model_len}, cache of {config.num_blocks} pages "
+                    f"of {config.block_size} tokens)"
+                )
+        total = num_prompt_tokens + max_tokens
+        if total > config.max_model_len:
+            raise RequestError(
+                f"{num_prompt_tokens} prompt tokens + max_tokens = {max_tokens} make {total}: "
+                f"more than max_model_len = {config.max_model_len}"
+            )
+        pages = config.num_pages(num_prompt_tokens + max(max_tokens - 1, 0))
+        if pages > config.num_blocks:
+            raise RequestError(
+                f"{num_prompt_tokens} prompt tokens + max_tokens = {max_tokens} need {pages} pages "
+                f"of {config.block_size} tokens: the cache has {config.num_blocks}"
+            )
+        return max_tokens

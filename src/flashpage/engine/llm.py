@@ -1,0 +1,314 @@
+"""The engine for scripts: a model by name, prompts in, finished texts (or a stream) out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+
+from flashpage.cache.kv_cache import KVCache
+from flashpage.engine.config import EngineConfig, check_size
+from flashpage.engine.engine import Engine
+from flashpage.engine.interrupt import deferred_interrupt
+from flashpage.engine.memory import choose_num_blocks
+from flashpage.engine.outputs import RequestOutput, StreamPiece
+from flashpage.engine.progress import Progress
+from flashpage.engine.prompts import (
+    EncodedPrompt,
+    Message,
+    Prompt,
+    encode_chat,
+    encode_prompt,
+    split_prompts,
+)
+from flashpage.engine.sampling_params import SamplingParams
+from flashpage.errors import ArgumentError, RequestError
+from flashpage.weights.load import LoadedModel, load_model
+from flashpage.weights.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class _Job:
+    prompt: EncodedPrompt
+    params: SamplingParams
+
+
+class LLM:
+    """A model, ready to generate. Belongs to one thread, as its `engine` does.
+
+    Args:
+        model: what `flashpage.weights.load.load_model` takes: a directory, a .gguf file, a Hub id,
+            a config with `load_format="dummy"`, or None for the default model.
+        dtype, device, load_format, tokenizer: as in `load_model`.
+        block_size: tokens per page of the KV cache.
+        num_blocks: pages of the KV cache; else as many as fit into `kv_cache_memory` bytes; else
+            enough for `max_num_seqs` full sequences, or a quarter of the available memory.
+        max_num_seqs: sequences that run at the same time.
+        max_num_batched_tokens: tokens computed per step; longer prompts are cut into chunks.
+        max_model_len: prompt and generated tokens of a sequence at most; None takes the model's
+            limit, or what the cache can hold if that is less.
+        enable_prefix_caching: share the pages of prompts that begin alike.
+        seed: for requests without a seed of their own, and for dummy weights.
+
+    Raises:
+        ArgumentError: a size out of range, or a cache too small for one `max_model_len` sequence.
+        CheckpointError, DownloadError: the model can not be loaded.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+        *,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device = "cpu",
+        load_format: str = "auto",
+        tokenizer: Tokenizer | str | os.PathLike[str] | None = None,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        kv_cache_memory: int | None = None,
+        max_num_seqs: int = 32,
+        max_num_batched_tokens: int = 512,
+        max_model_len: int | None = None,
+        enable_prefix_caching: bool = True,
+        seed: int = 0,
+    ) -> None:
+        loaded = load_model(
+            model,
+            dtype=dtype,
+            device=device,
+            load_format=load_format,
+            tokenizer=tokenizer,
+            seed=seed,
+        )
+        config = _engine_config(
+            loaded,
+            device=torch.device(device),
+            block_size=block_size,
+            num_blocks=num_blocks,
+            kv_cache_memory=kv_cache_memory,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            enable_prefix_caching=enable_prefix_caching,
+            seed=seed,
+        )
+        self.name = loaded.name
+        self.model_config = loaded.config
+        self.tokenizer = loaded.tokenizer
+        self.engine = Engine(loaded.model, loaded.tokenizer, config)
+        self._ids = count()
+        # The latest output of each request that someone here waits for. Any caller's step serves
+        # all of them, so that a half-read stream goes on while another call runs.
+        self._latest: dict[str, RequestOutput | None] = {}
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Continue one prompt or many; returns their outputs in order.
+
+        Args:
+            prompts: a text, token ids (a list of ints), a chat (a list of `{"role", "content"}`),
+                or a list of these.
+            sampling_params: one for all, or one per prompt.
+            progress: show a bar on stderr; None shows it on a terminal, when it takes long.
+
+        Raises:
+            RequestError: a prompt or its parameters can not be served; names the prompt's index,
+                and nothing has run.
+
+        A request that fails while it runs (logits that are not numbers) does not raise: its
+        `finish_reason` is "error", and the others go on. Ctrl-C aborts all requests of this call.
+        """
+        return self._run(self._jobs(split_prompts(prompts), sampling_params), progress)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or many; otherwise as `generate`."""
+        if not messages or isinstance(messages[0], Mapping):
+            messages = [messages]
+        jobs = self._jobs(list(messages), sampling_params, encode=encode_chat)
+        return self._run(jobs, progress)
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Iterator[StreamPiece]:
+        """Continue one prompt; yields what each step adds.
+
+        The pieces' texts joined are the final text: a piece never splits a character, nor shows
+        the beginning of a stop string that is then cut. Closing the iterator aborts the request.
+
+        Raises:
+            RequestError: at once, if the prompt or the parameters can not be served.
+        """
+        prompts = split_prompts(prompt)
+        if len(prompts) != 1:
+            raise RequestError(f"stream takes one prompt, got {len(prompts)}")
+        return self._stream(self._jobs(prompts, sampling_params)[0])
+
+    def _jobs(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        encode: Any = encode_prompt,
+    ) -> list[_Job]:
+        """Encode and check everything before anything runs."""
+        if sampling_params is None:
+            sampling_params = SamplingParams()
+        if isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params] * len(prompts)
+        if len(sampling_params) != len(prompts):
+            raise RequestError(
+                f"{len(prompts)} prompts but {len(sampling_params)} sampling_params: "
+                "give one for all or one per prompt"
+            )
+        jobs = []
+        for i, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True)):
+            try:
+                if not isinstance(params, SamplingParams):
+                    raise RequestError(f"sampling_params must be SamplingParams, not {params!r}")
+                encoded = encode(prompt, self.tokenizer)
+                self.engine.check_request(encoded.token_ids, params)
+            except RequestError as error:
+                raise RequestError(f"prompt {i}: {error}") from error
+            jobs.append(_Job(encoded, params))
+        return jobs
+
+    def _run(self, jobs: Sequence[_Job], progress: bool | None) -> list[RequestOutput]:
+        ids: list[str] = []
+        try:
+            ids += [self._add(job) for job in jobs]
+            unfinished = set(ids)
+            tokens_before = self.engine.stats().tokens_generated
+            with Progress(len(ids), progress) as bar:
+                while unfinished:
+                    self._step()
+                    unfinished = {i for i in unfinished if not self._is_finished(i)}
+                    num_tokens = self.engine.stats().tokens_generated - tokens_before
+                    bar.update(len(ids) - len(unfinished), num_tokens)
+            return [self._latest[request_id] for request_id in ids]
+        finally:
+            for request_id in ids:
+                self._drop(request_id)
+
+    def _stream(self, job: _Job) -> Iterator[StreamPiece]:
+        request_id = self._add(job)
+        seen_text = [0] * job.params.n
+        seen_tokens = [0] * job.params.n
+        ended: set[int] = set()
+        try:
+            while True:
+                output = self._latest[request_id]
+                if output is None:
+                    self._step()
+                    continue
+                self._latest[request_id] = None
+                for part in output.outputs:
+                    text = part.text[seen_text[part.index] :]
+                    token_ids = part.token_ids[seen_tokens[part.index] :]
+                    reason = None if part.index in ended else part.finish_reason
+                    if not (text or token_ids or reason):
+                        continue
+                    seen_text[part.index] += len(text)
+                    seen_tokens[part.index] += len(token_ids)
+                    if reason:
+                        ended.add(part.index)
+                    yield StreamPiece(part.index, text, token_ids, reason, output)
+                if output.finished:
+                    return
+        finally:
+            self._drop(request_id)
+
+    def _add(self, job: _Job) -> str:
+        request_id = f"llm-{next(self._ids)}"
+        self.engine.add_request(
+            request_id, job.prompt.token_ids, job.params, prompt=job.prompt.text
+        )
+        self._latest[request_id] = None
+        return request_id
+
+    def _step(self) -> None:
+        with deferred_interrupt():
+            outputs = self.engine.step()
+            self._latest.update(
+                (output.request_id, output)
+                for output in outputs
+                if output.request_id in self._latest
+            )
+
+    def _is_finished(self, request_id: str) -> bool:
+        output = self._latest[request_id]
+        return output is not None and output.finished
+
+    def _drop(self, request_id: str) -> None:
+        self.engine.abort(request_id)
+        self._latest.pop(request_id, None)
+
+
+def _engine_config(
+    loaded: LoadedModel,
+    *,
+    device: torch.device,
+    block_size: int,
+    num_blocks: int | None,
+    kv_cache_memory: int | None,
+    max_model_len: int | None,
+    max_num_seqs: int,
+    **options: Any,
+) -> EngineConfig:
+    """Sizes that suit the model; the cache must hold one sequence of `max_model_len`."""
+    check_size("block_size", block_size)
+    check_size("max_num_seqs", max_num_seqs)
+    for name, value in (
+        ("num_blocks", num_blocks),
+        ("kv_cache_memory", kv_cache_memory),
+        ("max_model_len", max_model_len),
+    ):
+        if value is not None:
+            check_size(name, value)
+    model = loaded.config
+    limit = model.max_position_embeddings
+    if max_model_len is not None and max_model_len > limit:
+        raise ArgumentError(
+            f"max_model_len = {max_model_len} is more than the {limit} positions of {loaded.name}"
+        )
+    dtype = loaded.model.dtype
+    bytes_per_block = KVCache.bytes_per_block(
+        model.num_layers, block_size, model.num_kv_heads, model.head_dim, dtype
+    )
+    num_blocks = choose_num_blocks(
+        bytes_per_block=bytes_per_block,
+        block_size=block_size,
+        max_model_len=max_model_len or limit,
+        max_num_seqs=max_num_seqs,
+        num_blocks=num_blocks,
+        kv_cache_memory=kv_cache_memory,
+        device=device,
+    )
+    needed = -(-(max_model_len or 1) // block_size)
+    if num_blocks < needed:
+        raise ArgumentError(
+            f"the KV cache has {num_blocks} pages of {block_size} tokens ({bytes_per_block} bytes "
+            f"each); one sequence of max_model_len = {max_model_len or 1} tokens needs {needed}"
+        )
+    return EngineConfig(
+        num_blocks=num_blocks,
+        max_model_len=max_model_len or min(limit, num_blocks * block_size),
+        block_size=block_size,
+        max_num_seqs=max_num_seqs,
+        dtype=dtype,
+        device=device,
+        **options,
+    )

@@ -1,0 +1,71 @@
+"""What a new token does to its sequence: text, log-probabilities, and whether it ends there."""
+
+from __future__ import annotations
+
+from flashpage.engine.detokenizer import Decoder
+from flashpage.engine.outputs import Logprob, TokenLogprobDict
+from flashpage.engine.request import Sequence
+from flashpage.layers.sampler import TokenLogprobs
+
+
+def append_token(sequence: Sequence, token_id: int, eos_token_ids: frozenset[int]) -> None:
+    """Add a generated token; sets `finish_reason` (and `stop_reason`) if it is the last one.
+
+    A stop token's own text is shown only with `include_stop_str_in_output`. Nothing stops a
+    sequence before it has more than `min_tokens` tokens, except `max_tokens`.
+    """
+    params = sequence.params
+    sequence.token_ids.append(token_id)
+    sequence.output_counts[token_id] = sequence.output_counts.get(token_id, 0) + 1
+    may_stop = sequence.num_output_tokens > params.min_tokens
+    is_eos = not params.ignore_eos and token_id in eos_token_ids
+    is_stop_token = token_id in params.stop_token_ids
+    if may_stop and (is_eos or is_stop_token):
+        sequence.finish_reason = "stop"
+        sequence.stop_reason = token_id if is_stop_token else None
+    stopped_by_token = sequence.is_finished
+    if not stopped_by_token or params.include_stop_str_in_output:
+        _append_text(sequence, token_id, may_stop)
+    if not sequence.is_finished and sequence.num_output_tokens >= sequence.request.max_tokens:
+        sequence.finish_reason = "length"
+    if stopped_by_token or sequence.finish_reason == "length":
+        flush_text(sequence)
+
+
+def flush_text(sequence: Sequence) -> None:
+    """Show the text that was held back, because no more will come."""
+    if sequence.detokenizer is None or sequence.stop_matcher is None:
+        return
+    shown, _ = sequence.stop_matcher.push(sequence.detokenizer.flush())
+    sequence.text += shown + sequence.stop_matcher.flush()
+
+
+def logprob_dict(row: TokenLogprobs, tokenizer: Decoder | None) -> TokenLogprobDict:
+    """Token id -> log-probability: the likeliest first, then the token itself if not among them."""
+
+    def entry(token_id: int, logprob: float, rank: int) -> Logprob:
+        text = None
+        if tokenizer is not None:
+            text = tokenizer.decode([token_id], skip_special_tokens=False)
+        return Logprob(logprob, rank, text)
+
+    result = {
+        token_id: entry(token_id, logprob, rank)
+        for rank, (token_id, logprob) in enumerate(
+            zip(row.top_token_ids, row.top_logprobs, strict=True), start=1
+        )
+    }
+    if row.token_id not in result:
+        result[row.token_id] = entry(row.token_id, row.logprob, row.rank)
+    return result
+
+
+def _append_text(sequence: Sequence, token_id: int, may_stop: bool) -> None:
+    if sequence.detokenizer is None or sequence.stop_matcher is None:
+        return
+    piece = sequence.detokenizer.push(token_id)
+    shown, stop = sequence.stop_matcher.push(piece) if may_stop else (piece, None)
+    sequence.text += shown
+    if stop is not None and not sequence.is_finished:
+        sequence.finish_reason = "stop"
+        sequence.stop_reason = stop

@@ -1,0 +1,191 @@
+"""A user's request and its sequences: what is known, computed and generated; decides nothing."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from flashpage.cache.prefix import PrefixNode
+from flashpage.engine.detokenizer import Decoder, IncrementalDetokenizer, StopMatcher
+from flashpage.engine.outputs import (
+    CompletionOutput,
+    FinishReason,
+    RequestMetrics,
+    RequestOutput,
+    TokenLogprobDict,
+)
+from flashpage.engine.sampling_params import SamplingParams
+
+_MASK_64 = (1 << 64) - 1
+
+
+def mix_seed(seed: int, index: int) -> int:
+    """A 64-bit number that looks random, from two numbers (splitmix64's output function)."""
+    z = (seed + (index + 1) * 0x9E3779B97F4A7C15) & _MASK_64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK_64
+    return z ^ (z >> 31)
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One continuation of a request's prompt: the unit that is scheduled.
+
+    The scheduler owns `num_computed_tokens` and the cache fields, the engine the rest. The keys
+    and values of `token_ids[:num_computed_tokens]` lie in the pages `block_ids`; the tokens after
+    them are still to be computed, whether they came from the user or from the model. Preemption
+    resets only the first group: what was generated stays.
+    """
+
+    request: Request
+    index: int
+    seed: int
+    token_ids: list[int]
+
+    num_computed_tokens: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    num_hit_blocks: int = 0  # the first blocks, whose content others computed
+    cache_chain: list[PrefixNode] = field(default_factory=list)  # nodes of the first blocks
+
+    text: str = ""
+    # What penalties look at; kept as the tokens come, so that a step costs what it changes.
+    output_counts: dict[int, int] = field(default_factory=dict)
+    logprobs: list[TokenLogprobDict] = field(default_factory=list)
+    detokenizer: IncrementalDetokenizer | None = None
+    stop_matcher: StopMatcher | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+
+    @property
+    def params(self) -> SamplingParams:
+        """The request's parameters."""
+        return self.request.params
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and generated tokens."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Generated tokens."""
+        return len(self.token_ids) - self.request.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Known tokens whose keys and values are not in the cache."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing more will be generated."""
+        return self.finish_reason is not None
+
+    @property
+    def next_prompt_logprob(self) -> int | None:
+        """The first prompt token whose log-probability is still owed, or None if none is.
+
+        The first continuation reports for all: their prompt is the same.
+        """
+        reported = self.request.prompt_logprobs
+        if reported is None or self.index > 0 or len(reported) >= self.request.num_prompt_tokens:
+            return None
+        return len(reported)
+
+    @property
+    def num_skippable_tokens(self) -> int:
+        """How many tokens need not be computed if they are cached.
+
+        At least the last one is computed, for its logits; so are all whose logits are still owed.
+        """
+        owed = self.next_prompt_logprob
+        return self.num_tokens - 1 if owed is None else owed - 1
+
+    def output(self) -> CompletionOutput:
+        """A snapshot for the user."""
+        return CompletionOutput(
+            index=self.index,
+            text=self.text,
+            token_ids=self.token_ids[self.request.num_prompt_tokens :],
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            logprobs=None if self.params.logprobs is None else list(self.logprobs),
+            error=self.error,
+        )
+
+
+class Request:
+    """What a user asked for, and the `n` sequences that answer it."""
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        max_tokens: int,
+        seed: int,
+        tokenizer: Decoder | None,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.prompt_token_ids = prompt_token_ids
+        self.prompt_token_set = frozenset(prompt_token_ids)
+        self.params = params
+        self.max_tokens = max_tokens
+        self.prompt_logprobs: list[TokenLogprobDict | None] | None = (
+            None if params.prompt_logprobs is None else [None]
+        )
+        self.num_cached_tokens: int | None = None  # known once the first sequence is admitted
+        self.page_ids: set[int] = set()
+        self.arrival_time = time.perf_counter()
+        self.first_token_time: float | None = None
+        self.finish_time: float | None = None
+        self.sequences = [
+            self._new_sequence(index, seed if index == 0 else mix_seed(seed, index), tokenizer)
+            for index in range(params.n)
+        ]
+        # The first sequence computes the prompt; the others enter when its pages can be shared.
+        self.siblings_waiting = self.sequences[1:]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self.prompt_token_ids)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all sequences are finished."""
+        return all(sequence.is_finished for sequence in self.sequences)
+
+    def output(self) -> RequestOutput:
+        """A snapshot for the user."""
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=[sequence.output() for sequence in self.sequences],
+            finished=self.is_finished,
+            metrics=RequestMetrics(
+                arrival_time=self.arrival_time,
+                first_token_time=self.first_token_time,
+                finish_time=self.finish_time,
+                num_generated_tokens=sum(s.num_output_tokens for s in self.sequences),
+                pages_used=len(self.page_ids),
+            ),
+            num_cached_tokens=self.num_cached_tokens or 0,
+            prompt_logprobs=self.prompt_logprobs,
+        )
+
+    def _new_sequence(self, index: int, seed: int, tokenizer: Decoder | None) -> Sequence:
+        sequence = Sequence(self, index, seed, list(self.prompt_token_ids))
+        if tokenizer is not None:
+            sequence.detokenizer = IncrementalDetokenizer(
+                tokenizer, self.params.skip_special_tokens, context=self.prompt_token_ids
+            )
+            sequence.stop_matcher = StopMatcher(
+                self.params.stop_strings, self.params.include_stop_str_in_output
+            )
+        return sequence

@@ -1,0 +1,199 @@
+"""Who computes which tokens in the next step, and on which pages; knows nothing of models or text.
+
+There are no phases. Every sequence has known tokens, of which `num_computed_tokens` are in the
+cache, and each step hands out a budget of tokens: first one to each sequence that lacks just one
+(a decode), then chunks to running sequences that lack more, then to new ones while pages last.
+A sequence that is admitted gets the pages of all its known tokens, so only decodes ask for more;
+when there is none, the youngest running sequence gives its pages back and is computed again later.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from flashpage.cache.block_pool import BlockPool
+from flashpage.cache.prefix import PrefixCache
+from flashpage.engine.config import EngineConfig
+from flashpage.engine.request import Sequence
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The tokens `start .. end - 1` of a sequence, to be computed in one step.
+
+    `is_last`: no known token follows, so that the next one can be sampled.
+    """
+
+    sequence: Sequence
+    start: int
+    end: int
+    is_last: bool
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens the chunk has."""
+        return self.end - self.start
+
+
+class Scheduler:
+    """The waiting queue, the running list, and the pages of the running."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.pool = BlockPool(config.num_blocks)
+        self.prefix_cache = (
+            PrefixCache(self.pool, config.block_size) if config.enable_prefix_caching else None
+        )
+        self.waiting: OrderedDict[int, Sequence] = OrderedDict()  # by id(sequence), first come
+        self.running: list[Sequence] = []  # in the order of admission
+        self.num_preemptions = 0
+        self.num_hit_tokens = 0
+
+    def add(self, sequences: Iterable[Sequence]) -> None:
+        """Queue new sequences."""
+        for sequence in sequences:
+            self.waiting[id(sequence)] = sequence
+
+    def add_first(self, sequences: list[Sequence]) -> None:
+        """Queue sequences before all that wait: their request was admitted before."""
+        for sequence in reversed(sequences):
+            self.waiting[id(sequence)] = sequence
+            self.waiting.move_to_end(id(sequence), last=False)
+
+    def schedule(self) -> list[Chunk]:
+        """The chunks of the next step, at most `max_num_batched_tokens` tokens together."""
+        chunks: dict[Sequence, int] = {}
+        budget = self.config.max_num_batched_tokens
+        num_preemptions = self.num_preemptions
+        decodes_first = sorted(self.running, key=lambda s: s.num_uncomputed_tokens > 1)
+        for sequence in decodes_first:
+            num_tokens = min(sequence.num_uncomputed_tokens, budget)
+            if num_tokens == 0 or not self._make_room(sequence, num_tokens, chunks):
+                continue
+            chunks[sequence] = num_tokens
+            budget = self.config.max_num_batched_tokens - sum(chunks.values())
+        # Pages that a preemption has freed belong to those who needed them, not to newcomers.
+        while budget > 0 and self.num_preemptions == num_preemptions:
+            sequence = self._admit()
+            if sequence is None:
+                break
+            chunks[sequence] = min(sequence.num_uncomputed_tokens, budget)
+            budget -= chunks[sequence]
+        return [_chunk(sequence, num_tokens) for sequence, num_tokens in chunks.items()]
+
+    def commit(self, chunk: Chunk) -> None:
+        """Take note that a chunk's keys and values are in the cache; its full blocks can be hit."""
+        sequence = chunk.sequence
+        sequence.num_computed_tokens = chunk.end
+        if self.prefix_cache is None:
+            return
+        block_size = self.config.block_size
+        chain = sequence.cache_chain
+        for i in range(len(chain), sequence.num_computed_tokens // block_size):
+            parent = chain[-1] if chain else self.prefix_cache.root
+            tokens = sequence.token_ids[i * block_size : (i + 1) * block_size]
+            node = self.prefix_cache.insert(parent, tokens, sequence.block_ids[i])
+            if node is None:
+                break
+            if node.block_id != sequence.block_ids[i]:
+                # Someone computed the same tokens first: hold that block instead of a copy.
+                self.pool.touch([node.block_id])
+                self.pool.free([sequence.block_ids[i]])
+                sequence.block_ids[i] = node.block_id
+            chain.append(node)
+
+    def remove(self, sequence: Sequence, poisoned: bool = False) -> None:
+        """Take a sequence out at once, with its pages; does nothing if it is not in.
+
+        `poisoned` says that what it computed can not be trusted, and must never be hit.
+        """
+        if self.waiting.pop(id(sequence), None) is not None or sequence not in self.running:
+            return
+        if poisoned and self.prefix_cache is not None:
+            for block_id in sequence.block_ids[sequence.num_hit_blocks :]:
+                self.prefix_cache.forget(block_id)
+        self.running.remove(sequence)
+        self._release(sequence)
+
+    def check(self) -> None:
+        """Prove the promises of queue, pages and cache; `AssertionError` if broken."""
+        holders = [sequence.block_ids for sequence in self.running]
+        self.pool.check(holders)
+        if self.prefix_cache is not None:
+            self.prefix_cache.check(holders)
+        assert len(self.running) <= self.config.max_num_seqs
+        for sequence in self.running:
+            assert id(sequence) not in self.waiting
+            assert not sequence.is_finished
+            assert 0 <= sequence.num_computed_tokens < sequence.num_tokens
+            assert len(sequence.block_ids) * self.config.block_size >= sequence.num_computed_tokens
+        for sequence in self.waiting.values():
+            assert not sequence.block_ids, "a waiting sequence holds pages"
+            assert not sequence.is_finished
+            assert sequence.num_computed_tokens == 0
+
+    def _admit(self) -> Sequence | None:
+        """Let the first waiting sequence run, if there are a place and pages for it."""
+        if not self.waiting or len(self.running) >= self.config.max_num_seqs:
+            return None
+        sequence = next(iter(self.waiting.values()))
+        hits = (
+            self.prefix_cache.match(sequence.token_ids, sequence.num_skippable_tokens)
+            if self.prefix_cache is not None
+            else []
+        )
+        hit_blocks = [node.block_id for node in hits]
+        num_new = self.config.num_pages(sequence.num_tokens) - len(hits)
+        num_left = self.pool.num_available - self.pool.count_unheld(hit_blocks) - num_new
+        # A page for each who runs already, lest the newcomer be preempted by their next tokens.
+        if num_left < len(self.running):
+            return None
+
+        self.waiting.popitem(last=False)
+        self.running.append(sequence)
+        self.pool.touch(hit_blocks)
+        sequence.block_ids = hit_blocks + self.pool.allocate(num_new)
+        sequence.cache_chain = hits
+        sequence.num_hit_blocks = len(hits)
+        sequence.num_computed_tokens = len(hits) * self.config.block_size
+        self.num_hit_tokens += sequence.num_computed_tokens
+        if sequence.request.num_cached_tokens is None:
+            sequence.request.num_cached_tokens = sequence.num_computed_tokens
+        return sequence
+
+    def _make_room(self, sequence: Sequence, num_tokens: int, chunks: dict[Sequence, int]) -> bool:
+        """Get the pages for a running sequence's next tokens, from the youngest if need be.
+
+        Returns False if the sequence is not running (any more): it was, or is, the youngest.
+        """
+        needed = self.config.num_pages(sequence.num_computed_tokens + num_tokens)
+        while sequence in self.running:
+            num_missing = needed - len(sequence.block_ids)
+            if num_missing <= self.pool.num_available:
+                sequence.block_ids += self.pool.allocate(max(num_missing, 0))
+                return True
+            youngest = self.running[-1]
+            chunks.pop(youngest, None)
+            self._preempt(youngest)
+        return False
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._release(sequence)
+        self.num_preemptions += 1
+        self.add_first([sequence])
+
+    def _release(self, sequence: Sequence) -> None:
+        self.pool.free(sequence.block_ids)
+        sequence.block_ids = []
+        sequence.cache_chain = []
+        sequence.num_hit_blocks = 0
+        sequence.num_computed_tokens = 0
+
+
+def _chunk(sequence: Sequence, num_tokens: int) -> Chunk:
+    start = sequence.num_computed_tokens
+    end = start + num_tokens
+    return Chunk(sequence, start, end, is_last=end == sequence.num_tokens)

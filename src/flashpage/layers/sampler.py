@@ -1,0 +1,283 @@
+"""From logits to tokens: one row of logits, one wish (`RowSampling`); knows nothing of requests.
+
+The order is fixed: raw logprobs, penalties and biases, then the most likely token or
+temperature, min_p, top_k, top_p and one draw. Each row's result depends on that row alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+# Rows with top_k or top_p are ranked over this many candidates first; sorting a whole vocabulary
+# takes 10 times longer and is hardly ever needed. A row's own logits decide how far it goes.
+CANDIDATES = (256, 4096)
+
+
+@dataclass(frozen=True)
+class RowSampling:
+    """How to choose the token of one row.
+
+    temperature: 0 takes the most likely token.
+    uniform: this row's random number in [0, 1), used by the draw.
+    top_k, top_p, min_p: off at 0, 1.0 and 0.0.
+    output_counts: token -> how often it was generated (presence and frequency penalty).
+    seen_tokens: tokens in the prompt or generated (repetition penalty).
+    logit_bias: token -> what is added to its logit.
+    masked_tokens: tokens that must not be chosen.
+    num_logprobs: how many alternatives to report; None reports nothing, 0 the chosen token only.
+    """
+
+    temperature: float = 0.0
+    uniform: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    output_counts: Mapping[int, int] = field(default_factory=dict)
+    seen_tokens: Collection[int] = ()
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    masked_tokens: Collection[int] = ()
+    num_logprobs: int | None = None
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """The raw log-probability and rank (1 = most likely) of one token, and the likeliest others."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_token_ids: list[int]
+    top_logprobs: list[float]
+
+
+@dataclass(frozen=True)
+class SampledRow:
+    """A row's token (and logprobs if asked for), or the reason why it has none."""
+
+    token_id: int = -1
+    logprobs: TokenLogprobs | None = None
+    error: str | None = None
+
+
+def sample(logits: Tensor, rows: Sequence[RowSampling]) -> list[SampledRow]:
+    """Choose one token per row.
+
+    Args:
+        logits: `[num_rows, vocab_size]` float32, left unchanged.
+        rows: `num_rows` wishes.
+
+    Returns:
+        One `SampledRow` per row. A row with NaN, +inf or nothing but -inf gets an error, as does
+        one whose masked tokens leave nothing to choose; the other rows do not notice.
+    """
+    if not rows:
+        return []
+    errors = non_finite_rows(logits)
+    adjusted = apply_edits(logits, rows)
+    if adjusted is not logits:
+        for index, top in _non_finite_maxima(adjusted).items():
+            reason = "leave no token to choose" if top == -math.inf else "overflow the logits"
+            errors.setdefault(index, f"the penalties, biases and masks {reason}")
+    token_ids = adjusted.argmax(dim=-1)
+    drawn = [i for i, row in enumerate(rows) if row.temperature > 0 and i not in errors]
+    if drawn:
+        index = torch.tensor(drawn, device=logits.device)
+        token_ids[index] = draw(adjusted[index], [rows[i] for i in drawn])
+
+    reported = [i for i, row in enumerate(rows) if row.num_logprobs is not None and i not in errors]
+    logprobs: dict[int, TokenLogprobs] = {}
+    if reported:
+        index = torch.tensor(reported, device=logits.device)
+        counts = [rows[i].num_logprobs or 0 for i in reported]
+        values = gather_logprobs(logits[index], token_ids[index], counts)
+        logprobs = dict(zip(reported, values, strict=True))
+    return [
+        SampledRow(error=errors[i]) if i in errors else SampledRow(token_id, logprobs.get(i))
+        for i, token_id in enumerate(token_ids.tolist())
+    ]
+
+
+def non_finite_rows(logits: Tensor) -> dict[int, str]:
+    """Row index -> complaint, for rows that hold NaN, +inf or nothing but -inf.
+
+    The maximum tells: NaN and +inf win it, and -inf wins it only alone. Single -inf logits are
+    meant (a model that masks the padding of its vocabulary).
+    """
+    return {
+        index: f"the model's logits are not finite (their maximum is {top})"
+        for index, top in _non_finite_maxima(logits).items()
+    }
+
+
+def gather_logprobs(
+    logits: Tensor, token_ids: Tensor, num_logprobs: Sequence[int]
+) -> list[TokenLogprobs]:
+    """Log-probabilities of the given tokens and of the likeliest ones, row by row.
+
+    Args:
+        logits: `[num_rows, vocab_size]` float32; token_ids: `[num_rows]` int64.
+        num_logprobs: how many of the likeliest tokens to list, per row.
+    """
+    logprobs = logits.log_softmax(dim=-1)
+    chosen = logprobs.gather(1, token_ids[:, None])
+    ranks = (logprobs > chosen).sum(dim=-1) + 1
+    columns = (column.tolist() for column in (token_ids, chosen.squeeze(1), ranks))
+    # Each row asks for its own count: which of equal tokens come first depends on it.
+    likeliest: list[tuple[list[int], list[float]]] = [([], [])] * len(num_logprobs)
+    for count in set(num_logprobs) - {0}:
+        rows = [i for i, wanted in enumerate(num_logprobs) if wanted == count]
+        top_logprobs, top_ids = logprobs[rows].topk(count, dim=-1)
+        for i, ids, values in zip(rows, top_ids.tolist(), top_logprobs.tolist(), strict=True):
+            likeliest[i] = (ids, values)
+    return [
+        TokenLogprobs(token_id, logprob, rank, ids, values)
+        for token_id, logprob, rank, (ids, values) in zip(*columns, likeliest, strict=True)
+    ]
+
+
+def apply_edits(logits: Tensor, rows: Sequence[RowSampling]) -> Tensor:
+    """Penalties, biases and masks, as three sparse edits; without any, `logits` itself."""
+    repetition = _Edits()
+    additive = _Edits()
+    masked = _Edits()
+    for i, row in enumerate(rows):
+        if row.repetition_penalty != 1.0:
+            repetition.add(i, row.seen_tokens, [row.repetition_penalty] * len(row.seen_tokens))
+        if row.presence_penalty or row.frequency_penalty:
+            presence, frequency = row.presence_penalty, row.frequency_penalty
+            amounts = [-presence - frequency * count for count in row.output_counts.values()]
+            additive.add(i, row.output_counts, amounts)
+        if row.logit_bias:
+            additive.add(i, row.logit_bias, row.logit_bias.values())
+        masked.add(i, row.masked_tokens, [-math.inf] * len(row.masked_tokens))
+    if not (repetition.values or additive.values or masked.values):
+        return logits
+
+    logits = logits.clone()
+    if repetition.values:
+        where, penalties = repetition.tensors(logits)
+        values = logits[where]
+        logits[where] = torch.where(values > 0, values / penalties, values * penalties)
+    if additive.values:
+        where, amounts = additive.tensors(logits)
+        logits.index_put_(where, amounts, accumulate=True)
+    if masked.values:
+        where, minus_inf = masked.tensors(logits)
+        logits[where] = minus_inf
+    return logits
+
+
+def draw(logits: Tensor, rows: Sequence[RowSampling]) -> Tensor:
+    """Draw one token per row at its temperature (> 0), after min_p, top_k and top_p.
+
+    Args:
+        logits: `[num_rows, vocab_size]` float32.
+
+    Returns:
+        `[num_rows]` int64.
+    """
+    vocab_size = logits.shape[-1]
+
+    def column(values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=logits.device)[:, None]
+
+    # The largest becomes 0 before the division: no temperature can make the scores overflow.
+    scores = logits - logits.amax(dim=-1, keepdim=True)
+    scores /= column([row.temperature for row in rows])
+    if any(row.min_p > 0 for row in rows):
+        floor = column([math.log(row.min_p) if row.min_p > 0 else -math.inf for row in rows])
+        scores.masked_fill_(scores < floor, -math.inf)
+
+    uniform = column([row.uniform for row in rows], torch.float64)
+    ranked = [i for i, row in enumerate(rows) if 0 < row.top_k < vocab_size or row.top_p < 1]
+    if not ranked:
+        return _invert_cdf(scores.exp(), uniform)
+    token_ids = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+    index = torch.tensor(ranked, device=logits.device)
+    top_k = column([min(rows[i].top_k or vocab_size, vocab_size) for i in ranked], torch.int64)
+    top_p = column([rows[i].top_p for i in ranked], torch.float64)
+    token_ids[index] = _draw_ranked(scores[index], top_k, top_p, uniform[index])
+    if len(ranked) < len(rows):
+        plain = sorted(set(range(len(rows))) - set(ranked))
+        index = torch.tensor(plain, device=logits.device)
+        token_ids[index] = _invert_cdf(scores[index].exp(), uniform[index])
+    return token_ids
+
+
+def _draw_ranked(scores: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
+    """Draw among the `top_k` likeliest tokens, cut where their mass reaches `top_p` of its sum.
+
+    scores: `[num_rows, vocab_size]`, largest 0; the others `[num_rows, 1]`. Returns `[num_rows]`.
+    """
+    vocab_size = scores.shape[-1]
+    token_ids = torch.empty(len(scores), dtype=torch.int64, device=scores.device)
+    totals = scores.exp().sum(dim=-1, keepdim=True, dtype=torch.float64)
+    pending = torch.arange(len(scores), device=scores.device)
+    for num_candidates in (*(c for c in CANDIDATES if c < vocab_size), vocab_size):
+        k, p = top_k[pending], top_p[pending]
+        if num_candidates < vocab_size:
+            values, ids = scores[pending].topk(num_candidates, dim=-1)
+        else:
+            values, ids = scores[pending].sort(dim=-1, descending=True, stable=True)
+        weights = values.exp().double()
+        weights[torch.arange(num_candidates, device=scores.device) >= k] = 0
+        mass = weights.cumsum(dim=-1)
+        # With all k among the candidates their mass is known; without a k, so is the row's.
+        target = p * torch.where(k <= num_candidates, mass[:, -1:], totals[pending])
+        done = (k <= num_candidates) | ((k >= vocab_size) & (mass[:, -1:] >= target))
+        weights[mass - weights >= target] = 0
+        chosen = ids.gather(1, _invert_cdf(weights, uniform[pending])[:, None])
+        done = done.squeeze(1)
+        token_ids[pending[done]] = chosen.squeeze(1)[done]
+        pending = pending[~done]
+        if not len(pending):
+            break
+    return token_ids
+
+
+def _invert_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
+    """The first index at which the running sum of weights exceeds `uniform` times the sum.
+
+    One random number per row, whatever the vocabulary. In float64, because the running sum of
+    100,000 float32 weights would misplace the unlikely ones. weights `[num_rows, n]`, uniform
+    `[num_rows, 1]` float64; returns `[num_rows]` int64, never the index of a zero weight.
+    """
+    cdf = weights.cumsum(dim=-1, dtype=torch.float64)
+    total = cdf[:, -1:]
+    # Rounding must not lift the threshold to the total, which no index exceeds.
+    threshold = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cdf, threshold, right=True).squeeze(1)
+
+
+class _Edits:
+    """Coordinates and values of a sparse edit, collected row by row."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.token_ids: list[int] = []
+        self.values: list[float] = []
+
+    def add(self, row: int, token_ids: Collection[int], values: Collection[float]) -> None:
+        self.rows.extend([row] * len(token_ids))
+        self.token_ids.extend(token_ids)
+        self.values.extend(values)
+
+    def tensors(self, like: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        rows = torch.tensor(self.rows, device=like.device)
+        token_ids = torch.tensor(self.token_ids, device=like.device)
+        return (rows, token_ids), torch.tensor(self.values, dtype=like.dtype, device=like.device)
+
+
+def _non_finite_maxima(logits: Tensor) -> dict[int, float]:
+    """Row index -> the row's maximum, where that is not finite."""
+    top = logits.amax(dim=-1)
+    index = (~torch.isfinite(top)).nonzero().flatten()
+    return dict(zip(index.tolist(), top[index].tolist(), strict=True))
