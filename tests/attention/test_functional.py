@@ -68,9 +68,20 @@ def check(function, oracle, inputs, options, with_lse_gradient=False):
     grads = torch.autograd.grad(loss(out, lse), inputs)
     exact_grads = torch.autograd.grad(loss(exact, exact_lse), precise)
     low_grads = torch.autograd.grad(loss(low, low_lse), rough)
+    atol = 1e-5 + rounding_of_ds(*inputs, dout, options.get("softmax_scale"))
     for i, (grad, e, lo) in enumerate(zip(grads, exact_grads, low_grads, strict=True)):
         assert grad.dtype == inputs[i].dtype
-        assert_as_good(grad, e, lo, f"gradient {i}")
+        assert_as_good(grad, e, lo, f"gradient {i}", atol)
+
+
+def rounding_of_ds(q, k, v, dout, scale):
+    """What dS = P * (dO V^T - rowsum(dO * O)) may lose in dQ and dK where the two terms cancel,
+    as with a single key: the oracle's softmax backward subtracts a number from itself there."""
+    if not q.numel() or not k.numel():
+        return 0.0
+    scale = q.shape[-1] ** -0.5 if scale is None else abs(scale)
+    term = float(dout.abs().sum(-1).max() * v.abs().max())
+    return torch.finfo(torch.float32).eps * term * scale * float(max(q.abs().max(), k.abs().max()))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,0 +1,50 @@
+# Every target sets up .venv by itself, from a fresh clone on.
+
+PYTHON ?= python3
+# The build of torch to install first, so that nothing else picks one.
+TORCH ?= torch==2.13.0
+VENV := .venv
+RUN := $(VENV)/bin/python
+
+.PHONY: help demo test lint format bench clean
+
+help:
+	@echo "make demo    load SmolLM2-135M (fetched once, 93 MB) and write text with it"
+	@echo "make test    run the tests"
+	@echo "make lint    check style"
+	@echo "make format  apply style"
+	@echo "make bench   run the benchmarks of this machine"
+	@echo "make clean   remove $(VENV)"
+
+$(VENV)/installed: pyproject.toml
+	@echo "-- setting up $(VENV): $(TORCH), then flashpage and what it needs (a few minutes, once)"
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(RUN) -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	@touch $@
+
+demo: $(VENV)/installed
+	@echo "-- writing text with SmolLM2-135M-Instruct through the paged engine, on the CPU"
+	$(RUN) -m flashpage generate "Explain in three sentences how a library index works."
+
+test: $(VENV)/installed
+	@echo "-- running the tests"
+	$(RUN) -m pytest
+
+lint: $(VENV)/installed
+	@echo "-- checking style"
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+format: $(VENV)/installed
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+bench: $(VENV)/installed
+	@echo "-- attention against torch"
+	$(RUN) benchmarks/attention.py
+	@echo "-- the engine against transformers"
+	$(RUN) benchmarks/engine.py
+
+clean:
+	rm -rf $(VENV)
