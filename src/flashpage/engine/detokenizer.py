@@ -42,20 +42,19 @@ class IncrementalDetokenizer:
             # The prompt ends inside a character; its beginning is not ours to show.
             self._window, text = [], ""
         self._released = len(text)  # characters of the window's text that were handed out
-        self._num_open = 0  # tokens since the text last ended with a whole character
+        self._num_open = 0  # tokens since a character was last completed, if one is open
 
     def push(self, token_id: int) -> str:
         """The text that has become certain with one more token; often, but not always, its own."""
         self._window.append(token_id)
         text = self._decode(self._window)
         stable = text.rstrip(REPLACEMENT)
-        self._num_open = self._num_open + 1 if len(stable) < len(text) else 0
-        is_garbage = self._num_open > MAX_OPEN_TOKENS
-        if is_garbage:
-            stable = text[:-MAX_OPEN_CHARACTERS]
+        if self._num_open >= MAX_OPEN_TOKENS:
+            stable = max(stable, text[:-MAX_OPEN_CHARACTERS], key=len)
         piece = stable[self._released :]
-        self._released = max(self._released, len(stable))
-        if len(self._window) >= self._window_limit and (is_garbage or not self._num_open):
+        self._released += len(piece)
+        self._num_open = 0 if piece or stable == text else self._num_open + 1
+        if self._num_open == 0 and len(self._window) >= self._window_limit:
             self._shrink(text)
         return piece
 

@@ -171,13 +171,13 @@ class Engine:
 
     def _advance(self, sequence: Sequence, result: ChunkResult) -> None:
         request = sequence.request
-        if result.error is not None:
-            self._fail(sequence, result.error)
-            return
         if request.prompt_logprobs is not None:
             request.prompt_logprobs += [
                 logprob_dict(row, self.tokenizer) for row in result.prompt_logprobs
             ]
+        if result.error is not None:
+            self._fail(sequence, result.error)
+            return
         if result.sampled is not None:
             now = time.perf_counter()
             request.first_token_time = request.first_token_time or now

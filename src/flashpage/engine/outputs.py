@@ -84,7 +84,8 @@ class RequestOutput:
         prompt: the prompt's text, None when it was given as token ids.
         outputs: `n` continuations, by index.
         prompt_logprobs: per prompt token its own and the likeliest tokens' log-probabilities;
-            None for the first, which nothing precedes.
+            None for the first, which nothing precedes. None as a whole if they were not asked
+            for, or the request ended before its prompt was computed.
         num_cached_tokens: prompt tokens that were found in the cache.
     """
 

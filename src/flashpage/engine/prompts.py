@@ -52,6 +52,8 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> EncodedPrompt:
 
 def encode_chat(messages: Sequence[Any], tokenizer: Tokenizer | None) -> EncodedPrompt:
     """Token ids of a conversation, up to where the assistant's next answer begins."""
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise RequestError(f"a chat is a list of at least one message, not {messages!r}")
     for position, message in enumerate(messages):
         if not isinstance(message, Mapping) or not all(
             isinstance(message.get(key), str) for key in ("role", "content")

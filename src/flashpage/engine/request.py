@@ -162,6 +162,9 @@ class Request:
 
     def output(self) -> RequestOutput:
         """A snapshot for the user."""
+        scores = self.prompt_logprobs
+        if scores is not None and len(scores) < self.num_prompt_tokens:
+            scores = None
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
@@ -176,7 +179,7 @@ class Request:
                 pages_used=len(self.page_ids),
             ),
             num_cached_tokens=self.num_cached_tokens or 0,
-            prompt_logprobs=self.prompt_logprobs,
+            prompt_logprobs=scores,
         )
 
     def _new_sequence(self, index: int, seed: int, tokenizer: Decoder | None) -> Sequence:
