@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -10,10 +9,8 @@ import torch
 from torch import Tensor
 
 from flashpage.cache.kv_cache import KVCache
-from flashpage.errors import DownloadError
 from flashpage.layers.attention import SequenceSlice, build_attention_metadata
 from flashpage.models.common import DecoderModel
-from flashpage.weights.default_model import default_model_path
 
 BLOCK_SIZE = 16
 
@@ -89,14 +86,3 @@ def greedy() -> Callable[[DecoderModel, Sequence[int], int], list[int]]:
         return tokens
 
     return run
-
-
-@pytest.fixture(scope="session")
-def smollm2_path() -> os.PathLike[str]:
-    """The default model's file; without a network the test is skipped, except in CI."""
-    try:
-        return default_model_path()
-    except DownloadError as error:
-        if os.environ.get("CI"):
-            raise
-        pytest.skip(str(error))

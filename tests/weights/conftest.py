@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-
-from flashpage.errors import DownloadError
-from flashpage.weights.default_model import default_model_path
 
 DATA = Path(__file__).parent / "data"
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, HIDDEN, INTER, VOCAB = 4, 2, 64, 256, 512, 40
@@ -206,14 +202,3 @@ def bpe_metadata() -> Callable[..., dict[str, Any]]:
         return {f"tokenizer.ggml.{k}": v for k, v in metadata.items() if v is not None}
 
     return make
-
-
-@pytest.fixture(scope="session")
-def smollm2_path() -> os.PathLike[str]:
-    """The default model's file; without a network the test is skipped, except in CI."""
-    try:
-        return default_model_path()
-    except DownloadError as error:
-        if os.environ.get("CI"):
-            raise
-        pytest.skip(str(error))
