@@ -172,6 +172,10 @@ class TestRefused:
         with pytest.raises(CheckpointError, match=r"'t5'.*gpt2, llama"):
             tokenizer_from_gguf(bpe_metadata("smollm", model="t5"))
 
+    def test_model_that_is_no_name(self, bpe_metadata: Any) -> None:
+        with pytest.raises(CheckpointError, match=r"\['gpt2'\] is not known"):
+            tokenizer_from_gguf(bpe_metadata("smollm", model=["gpt2"]))
+
     def test_unknown_pattern(self, bpe_metadata: Any) -> None:
         with pytest.raises(CheckpointError, match=r"'gpt-4o'.*smollm"):
             tokenizer_from_gguf(bpe_metadata("gpt-4o"))
