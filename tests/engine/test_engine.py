@@ -137,6 +137,36 @@ def test_preemption_keeps_what_was_generated(make_engine, run_all, reference):
         assert len(output.logprobs) == len(output.token_ids) == 30
 
 
+def test_penalties_biases_and_masks_follow_the_history(make_engine, run_all, reference):
+    """Against the formulas, one token at a time: the prompt counts for repetition only."""
+    prompt = prompts_of(11, 1)[0] + list(range(60, 90))
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=25,
+        min_tokens=25,
+        presence_penalty=1.5,
+        frequency_penalty=1.0,
+        repetition_penalty=1.8,
+        logit_bias={7: 6.0, 8: -100},
+        stop_token_ids=[9, 70],
+    )
+    tokens = list(prompt)
+    for _ in range(25):
+        logits = reference.logits_after(tokens)[-1]
+        output = tokens[len(prompt) :]
+        for token in set(tokens):
+            logits[token] *= 1.8 if logits[token] < 0 else 1 / 1.8
+        for token in set(output):
+            logits[token] -= 1.5 + 1.0 * output.count(token)
+        logits[7] += 6
+        logits[8] -= 100
+        logits[[EOS, 9, 70]] = -math.inf
+        tokens.append(int(logits.argmax()))
+    engine = make_engine()
+    engine.add_request("a", prompt, params)
+    assert run_all(engine)["a"].token_ids == tokens[len(prompt) :]
+
+
 @pytest.mark.parametrize("budget", [8, 500])
 def test_prompt_logprobs(make_engine, run_all, reference, budget):
     """Right in chunks, after a prefix that could be hit, and for a prompt that is only scored."""
@@ -253,6 +283,29 @@ def test_abort_frees_everything_at_once(make_engine, run_all, reference):
     assert run_all(engine)["c"].token_ids == reference.greedy([3, 4], 20)
     assert engine.stats().pages_used == 0
     engine.add_request("a", [1], GREEDY)
+
+
+def test_abort_shows_the_text_that_was_held_back(make_engine, tokenizer):
+    engine = make_engine(tokenizer=tokenizer)
+    bias = SamplingParams(logit_bias={97: 100}, stop="aaaa", temperature=0)
+    engine.add_request("a", [1], bias)
+    for _ in range(3):
+        (output,) = engine.step()
+        assert output.text == ""
+    assert engine.abort("a").text == "aaa"
+
+
+def test_continuations_of_an_admitted_prompt_go_before_newcomers(make_engine):
+    engine = make_engine(max_num_seqs=3)
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    engine.add_request("first", [1] * 9, SamplingParams(max_tokens=9, n=3, ignore_eos=True))
+    engine.add_request("long", [2] * 40, params)
+    engine.add_request("late", [3], params)
+    for _ in range(4):
+        engine.step()
+    assert engine.stats().num_running == 3
+    assert [len(part.token_ids) for part in engine.abort("first").outputs] == [4, 1, 0]
+    assert len(engine.abort("late").token_ids) == 0
 
 
 @pytest.mark.parametrize("siblings", [1, 3])

@@ -194,8 +194,7 @@ class LLM:
             tokens_before = self.engine.stats().tokens_generated
             with Progress(len(ids), progress) as bar:
                 while unfinished:
-                    self._step()
-                    unfinished = {i for i in unfinished if not self._is_finished(i)}
+                    unfinished -= {o.request_id for o in self._step() if o.finished}
                     num_tokens = self.engine.stats().tokens_generated - tokens_before
                     bar.update(len(ids) - len(unfinished), num_tokens)
             return [self._latest[request_id] for request_id in ids]
@@ -239,7 +238,7 @@ class LLM:
         self._latest[request_id] = None
         return request_id
 
-    def _step(self) -> None:
+    def _step(self) -> list[RequestOutput]:
         with deferred_interrupt():
             outputs = self.engine.step()
             self._latest.update(
@@ -247,10 +246,7 @@ class LLM:
                 for output in outputs
                 if output.request_id in self._latest
             )
-
-    def _is_finished(self, request_id: str) -> bool:
-        output = self._latest[request_id]
-        return output is not None and output.finished
+        return outputs
 
     def _drop(self, request_id: str) -> None:
         self.engine.abort(request_id)

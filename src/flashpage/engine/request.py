@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from flashpage.cache.prefix import PrefixNode
 from flashpage.engine.detokenizer import Decoder, IncrementalDetokenizer, StopMatcher
@@ -132,7 +133,6 @@ class Request:
         self.request_id = request_id
         self.prompt = prompt
         self.prompt_token_ids = prompt_token_ids
-        self.prompt_token_set = frozenset(prompt_token_ids)
         self.params = params
         self.max_tokens = max_tokens
         self.prompt_logprobs: list[TokenLogprobDict | None] | None = (
@@ -154,6 +154,11 @@ class Request:
     def num_prompt_tokens(self) -> int:
         """Length of the prompt."""
         return len(self.prompt_token_ids)
+
+    @cached_property
+    def prompt_token_set(self) -> frozenset[int]:
+        """The different tokens of the prompt."""
+        return frozenset(self.prompt_token_ids)
 
     @property
     def is_finished(self) -> bool:

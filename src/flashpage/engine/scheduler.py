@@ -64,24 +64,18 @@ class Scheduler:
 
     def schedule(self) -> list[Chunk]:
         """The chunks of the next step, at most `max_num_batched_tokens` tokens together."""
-        chunks: dict[Sequence, int] = {}
+        chunks: list[Chunk] = []
         budget = self.config.max_num_batched_tokens
-        num_preemptions = self.num_preemptions
         decodes_first = sorted(self.running, key=lambda s: s.num_uncomputed_tokens > 1)
         for sequence in decodes_first:
             num_tokens = min(sequence.num_uncomputed_tokens, budget)
-            if num_tokens == 0 or not self._make_room(sequence, num_tokens, chunks):
-                continue
-            chunks[sequence] = num_tokens
-            budget = self.config.max_num_batched_tokens - sum(chunks.values())
-        # Pages that a preemption has freed belong to those who needed them, not to newcomers.
-        while budget > 0 and self.num_preemptions == num_preemptions:
-            sequence = self._admit()
-            if sequence is None:
-                break
-            chunks[sequence] = min(sequence.num_uncomputed_tokens, budget)
-            budget -= chunks[sequence]
-        return [_chunk(sequence, num_tokens) for sequence, num_tokens in chunks.items()]
+            if num_tokens > 0 and self._make_room(sequence, num_tokens):
+                chunks.append(_chunk(sequence, num_tokens))
+                budget -= num_tokens
+        while budget > 0 and (sequence := self._admit()) is not None:
+            chunks.append(_chunk(sequence, min(sequence.num_uncomputed_tokens, budget)))
+            budget -= chunks[-1].num_tokens
+        return chunks
 
     def commit(self, chunk: Chunk) -> None:
         """Take note that a chunk's keys and values are in the cache; its full blocks can be hit."""
@@ -163,10 +157,12 @@ class Scheduler:
             sequence.request.num_cached_tokens = sequence.num_computed_tokens
         return sequence
 
-    def _make_room(self, sequence: Sequence, num_tokens: int, chunks: dict[Sequence, int]) -> bool:
+    def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
         """Get the pages for a running sequence's next tokens, from the youngest if need be.
 
-        Returns False if the sequence is not running (any more): it was, or is, the youngest.
+        Returns False if the sequence does not run any more: it was, or is, the youngest. Only
+        decodes lack a page, and they come in the order of admission, so whoever is preempted has
+        no chunk in this step yet. Nor can it be admitted again at once: it needs all that it gave.
         """
         needed = self.config.num_pages(sequence.num_computed_tokens + num_tokens)
         while sequence in self.running:
@@ -174,9 +170,7 @@ class Scheduler:
             if num_missing <= self.pool.num_available:
                 sequence.block_ids += self.pool.allocate(max(num_missing, 0))
                 return True
-            youngest = self.running[-1]
-            chunks.pop(youngest, None)
-            self._preempt(youngest)
+            self._preempt(self.running[-1])
         return False
 
     def _preempt(self, sequence: Sequence) -> None:
