@@ -69,12 +69,15 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("inv_freq", inv_freq, persistent=False)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
-        """`[T]` int64 -> angles in `dtype`, computed in float32."""
+        """`[T]` int64 -> cos and sin in `dtype`, of angles that are float32."""
         positions = positions.float().unsqueeze(-1)
         if self.config.kind == "dynamic":
             angles = positions * self._dynamic_inverse_frequencies(positions)
         else:
             angles = positions * self.inv_freq
+        # In float32 the vectorised cos may differ in the last bit from that of a tensor's odd
+        # end, and a token's angles would depend on its chunk; rounding from float64 hides it.
+        angles = angles.double()
         cos = angles.cos() * self.config.attention_factor
         sin = angles.sin() * self.config.attention_factor
         return Rotation(
@@ -89,10 +92,10 @@ class RotaryEmbedding(nn.Module):
         the chunk that it was computed in: what a token-by-token run of the formula gives.
         """
         original = self.config.original_max_position_embeddings
-        length = (positions + 1).clamp(min=original)
+        length = (positions.double() + 1).clamp(min=original)
         growth = self.config.factor * length / original - (self.config.factor - 1)
         theta = self.config.theta * growth ** (self.head_dim / (self.head_dim - 2))
-        return 1.0 / theta ** _exponents(self.head_dim).to(positions.device)
+        return (1.0 / theta ** _exponents(self.head_dim).to(positions.device)).float()
 
 
 def apply_rope(x: Tensor, rotation: Rotation) -> Tensor:

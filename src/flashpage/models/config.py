@@ -170,8 +170,18 @@ class ModelConfig:
                     f"{architecture}.{key} = {value} differs from the head size {head_dim}: "
                     "partial rotary embedding and unequal heads are not supported"
                 )
-        if "token_embd.weight" not in shapes:
-            raise CheckpointError("the GGUF file has no tensor token_embd.weight")
+        num_layers = fields.integer("block_count")
+        for name in ("token_embd.weight", f"blk.{num_layers - 1}.attn_norm.weight"):
+            if name not in shapes:
+                raise CheckpointError(
+                    f"the GGUF file has no tensor {name}, with {architecture}.block_count "
+                    f"= {num_layers}"
+                )
+        if frequency_factors is not None and len(frequency_factors) != head_dim // 2:
+            raise CheckpointError(
+                f"rope_freqs.weight has {len(frequency_factors)} values, "
+                f"expected head_dim / 2 = {head_dim // 2}"
+            )
         max_positions = fields.integer("context_length")
         rope = _gguf_rope(fields, max_positions, frequency_factors)
         return cls(
@@ -179,7 +189,7 @@ class ModelConfig:
             vocab_size=shapes["token_embd.weight"][0],
             hidden_size=hidden_size,
             intermediate_size=fields.integer("feed_forward_length"),
-            num_layers=fields.integer("block_count"),
+            num_layers=num_layers,
             num_q_heads=num_q_heads,
             num_kv_heads=fields.integer("attention.head_count_kv", num_q_heads),
             head_dim=head_dim,

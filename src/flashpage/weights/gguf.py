@@ -214,6 +214,8 @@ def _read_tensor_infos(
         if not 1 <= num_dims <= _MAX_DIMS:
             raise CheckpointError(f"{cursor.path} is damaged: {name} has {num_dims} dimensions")
         dims = cursor.scalars("<Q", num_dims)
+        if 0 in dims:
+            raise CheckpointError(f"{cursor.path} is damaged: {name} has the dimensions {dims}")
         entries.append((name, dims[::-1], cursor.scalar("<I"), cursor.scalar("<Q")))
     base = math.ceil(cursor.position / alignment) * alignment
     infos: dict[str, TensorInfo] = {}

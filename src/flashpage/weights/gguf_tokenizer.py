@@ -60,11 +60,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     Raises:
         CheckpointError: no vocabulary, or a kind of tokenizer that is not known here.
     """
-    model = metadata.get("tokenizer.ggml.model")
-    if model not in _BACKENDS:
-        raise CheckpointError(
-            f"tokenizer.ggml.model = {model!r} is not known; known: {', '.join(_BACKENDS)}"
-        )
+    model = _one_of(_BACKENDS, "tokenizer.ggml.model", metadata.get("tokenizer.ggml.model"))
     tokens = _list(metadata, "tokens", str)
     kinds = [NORMAL] * len(tokens)
     if "tokenizer.ggml.token_type" in metadata:
@@ -82,10 +78,7 @@ def _gpt2_backend(
 ) -> TokenizerBackend:
     """Byte-level BPE with ranked merges."""
     pre = metadata.get("tokenizer.ggml.pre", "default")
-    if pre not in _WORD_PATTERNS:
-        raise CheckpointError(
-            f"tokenizer.ggml.pre = {pre!r} is not known; known: {', '.join(_WORD_PATTERNS)}"
-        )
+    pre = _one_of(_WORD_PATTERNS, "tokenizer.ggml.pre", pre)
     tokenizer = _byte_level_bpe(tokens, _list(metadata, "merges", str), kinds, pre)
     bos, eos = _frame_ids(metadata, len(tokens), add_bos=pre in _LLAMA3_KINDS)
     _frame(tokenizer, tokens, bos, eos)
@@ -161,6 +154,12 @@ def _frame(tokenizer: Any, tokens: list[str], bos: int | None, eos: int | None) 
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{before}$A{after}", special_tokens=special
     )
+
+
+def _one_of(known: Mapping[str, Any], key: str, value: Any) -> str:
+    if not isinstance(value, str) or value not in known:
+        raise CheckpointError(f"{key} = {value!r} is not known; known: {', '.join(known)}")
+    return value
 
 
 def _list(

@@ -102,11 +102,21 @@ def load_model(
     elif not isinstance(tokenizer, Tokenizer):
         tokenizer = load_tokenizer(tokenizer)
     config = _with_eos_of(checkpoint.config, tokenizer)
-    built = build_model(config, chosen or _automatic_dtype(config, device), device)
+    built = _allocate(config, chosen or _automatic_dtype(config, device), device)
     tensors = checkpoint.tensors
     assign_weights(built, dummy_tensors(built, seed) if tensors is None else tensors)
     built.prepare()
     return LoadedModel(checkpoint.name, config, built, tokenizer)
+
+
+def _allocate(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> DecoderModel:
+    try:
+        return build_model(config, dtype, device)
+    except (RuntimeError, MemoryError) as error:
+        reason = str(error).splitlines()[0] if str(error) else "out of memory"
+        raise CheckpointError(
+            f"the weights of this config do not fit on {device} in {dtype}: {reason}"
+        ) from error
 
 
 def _open(model: ModelSource, load_format: str) -> _Checkpoint:

@@ -1,0 +1,295 @@
+"""The command line: generate, chat, bench, backends. Only options and printing; the work is below.
+
+Texts go to stdout, everything about them to stderr, so that output can be piped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flashpage.errors import FlashpageError
+
+if TYPE_CHECKING:
+    from flashpage.engine.llm import LLM
+    from flashpage.engine.outputs import RequestOutput, StreamPiece
+    from flashpage.engine.sampling_params import SamplingParams
+
+app = typer.Typer(
+    help="FlashAttention without the build, and the paged engine on top of it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Model = Annotated[
+    str | None,
+    typer.Option(
+        help="Directory, .gguf file, Hugging Face Hub id, or config.json for dummy weights. "
+        "Default: SmolLM2-135M-Instruct, fetched once (93 MB)."
+    ),
+]
+DType = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+LoadFormat = Annotated[str, typer.Option(help="auto, safetensors, gguf or dummy.")]
+MaxTokens = Annotated[int, typer.Option(help="Tokens to generate at most.")]
+Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token each time.")]
+TopK = Annotated[int, typer.Option(help="Draw among the k likeliest tokens; 0 is off.")]
+TopP = Annotated[float, typer.Option(help="Draw among the likeliest tokens of this mass.")]
+MinP = Annotated[float, typer.Option(help="Drop tokens less likely than this times the best.")]
+RepetitionPenalty = Annotated[float, typer.Option(help="Above 1 avoids tokens already seen.")]
+Seed = Annotated[int, typer.Option(help="The same seed gives the same text.")]
+Stop = Annotated[list[str] | None, typer.Option(help="Text to stop at; may be repeated.")]
+
+
+def main() -> None:
+    """Entry point of the `flashpage` command."""
+    app(prog_name="flashpage")
+
+
+def _report_errors(command: Callable[..., None]) -> Callable[..., None]:
+    """A mistake of the user is one line on stderr and exit code 2; Ctrl-C is code 130."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except FlashpageError as error:
+            typer.echo(f"flashpage: error: {_one_line(error)}", err=True)
+            raise typer.Exit(2) from error
+        except KeyboardInterrupt:
+            typer.echo("", err=True)
+            raise typer.Exit(130) from None
+
+    return run
+
+
+@app.command()
+@_report_errors
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from stdin.")],
+    model: Model = None,
+    max_tokens: MaxTokens = 128,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    seed: Seed = 0,
+    stop: Stop = None,
+    dtype: DType = "auto",
+    load_format: LoadFormat = "auto",
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompt as it is, without chat template.")
+    ] = False,
+) -> None:
+    """Write a text that answers (or, with --raw, continues) the prompt."""
+    params = _sampling_params(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        stop=stop or [],
+    )
+    text = sys.stdin.read() if prompt == "-" else prompt
+    llm = _load(model, dtype, load_format, seed)
+    is_chat = not raw and llm.tokenizer is not None and llm.tokenizer.has_chat_template
+    question = [{"role": "user", "content": text}] if is_chat else text
+    output = None
+    for piece in llm.stream(question, params):
+        output = piece.output
+        typer.echo(piece.text, nl=False)
+    typer.echo("")
+    _report(output)
+
+
+@app.command()
+@_report_errors
+def chat(
+    model: Model = None,
+    system: Annotated[str | None, typer.Option(help="Instructions before the first turn.")] = None,
+    max_tokens: MaxTokens = 512,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    seed: Seed = 0,
+    stop: Stop = None,
+    dtype: DType = "auto",
+    load_format: LoadFormat = "auto",
+) -> None:
+    """Talk with the model, turn by turn; /clear forgets, /exit ends, Ctrl-C stops a reply."""
+    params = _sampling_params(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        stop=stop or [],
+    )
+    llm = _load(model, dtype, load_format, seed)
+    opening = [] if system is None else [{"role": "system", "content": system}]
+    messages = list(opening)
+    for line in _lines():
+        if line == "/exit":
+            break
+        if line == "/clear":
+            messages = list(opening)
+        elif line:
+            turn = {"role": "user", "content": line}
+            try:
+                reply = _reply(llm, [*messages, turn], params)
+            except FlashpageError as error:
+                typer.echo(f"flashpage: error: {_one_line(error)} (/clear starts anew)", err=True)
+            else:
+                messages += [turn, {"role": "assistant", "content": reply}]
+
+
+@app.command()
+@_report_errors
+def bench(
+    model: Model = None,
+    batch: Annotated[int, typer.Option(min=1, help="Requests at the same time.")] = 8,
+    prompt_len: Annotated[int, typer.Option(min=1, help="Prompt tokens of each.")] = 256,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate for each.")] = 64,
+    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Tokens per step.")] = 512,
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens per page.")] = 16,
+    seed: Seed = 0,
+    dtype: DType = "auto",
+    load_format: LoadFormat = "auto",
+) -> None:
+    """Measure the engine: prints the set-up, a table, and one JSON line last."""
+    from flashpage.bench import BenchSetup, print_report, run_bench
+
+    setup = BenchSetup(
+        model=model,
+        batch=batch,
+        prompt_len=prompt_len,
+        new_tokens=new_tokens,
+        max_num_batched_tokens=max_num_batched_tokens,
+        block_size=block_size,
+        seed=seed,
+        dtype=dtype,
+        load_format=load_format,
+    )
+    for name, value in asdict(setup).items():
+        typer.echo(f"{name}: {value}")
+    print_report(setup, run_bench(setup))
+
+
+@app.command()
+@_report_errors
+def backends(
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
+    layout: Annotated[str, typer.Option(help="dense, varlen or paged.")] = "dense",
+    num_q_heads: Annotated[int, typer.Option(min=1)] = 8,
+    num_kv_heads: Annotated[int, typer.Option(min=1)] = 8,
+    head_dim: Annotated[int, typer.Option(min=1)] = 64,
+    causal: Annotated[bool, typer.Option("--causal")] = False,
+) -> None:
+    """Say which backend would serve an attention call, and why not the others."""
+    import torch
+
+    import flashpage
+    from flashpage.errors import ArgumentError
+
+    names = ("float32", "bfloat16", "float16", "float64")
+    if dtype not in names:
+        raise ArgumentError(f"dtype must be one of {names}, got {dtype!r}")
+    report = flashpage.backends(
+        device,
+        getattr(torch, dtype),
+        layout=layout,
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        causal=causal,
+    )
+    typer.echo(str(report))
+
+
+def _sampling_params(**fields: Any) -> SamplingParams:
+    """Checked before the model is loaded: a typing error should not cost seconds."""
+    from flashpage.engine.sampling_params import SamplingParams
+
+    return SamplingParams(**fields)
+
+
+def _load(model: str | None, dtype: str, load_format: str, seed: int) -> LLM:
+    from flashpage.engine.llm import LLM
+
+    # One conversation at a time: a cache for one sequence is enough.
+    return LLM(model, dtype=dtype, load_format=load_format, seed=seed, max_num_seqs=1)
+
+
+def _lines() -> Iterator[str]:
+    """What the user types, until the end of the input; with a prompt only on a terminal."""
+    interactive = sys.stdin.isatty()
+    if interactive:
+        _enable_line_editing()
+    while True:
+        try:
+            line = input("> ") if interactive else sys.stdin.readline()
+        except EOFError:
+            typer.echo("")
+            return
+        if not interactive and not line:
+            return
+        yield line.strip()
+
+
+def _enable_line_editing() -> None:
+    with contextlib.suppress(ImportError):  # not on Windows
+        import readline  # noqa: F401 - input() uses it once it is imported
+
+
+def _reply(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) -> str:
+    """Print the model's turn as it comes; Ctrl-C ends it, and what was said stays."""
+    stream: Iterator[StreamPiece] = llm.stream(messages, params)
+    parts: list[str] = []
+    output = None
+    try:
+        for piece in stream:
+            output = piece.output
+            parts.append(piece.text)
+            typer.echo(piece.text, nl=False)
+    except KeyboardInterrupt:
+        typer.echo(" [stopped]", nl=False, err=True)
+    typer.echo("")
+    _report(output)
+    return "".join(parts)
+
+
+def _report(output: RequestOutput | None) -> None:
+    """One line of numbers on stderr."""
+    if output is None:
+        return
+    metrics = output.metrics
+    first, rate = metrics.time_to_first_token, metrics.tokens_per_second
+    fields = [
+        f"{len(output.prompt_token_ids)} prompt tokens",
+        f"{output.num_cached_tokens} cached",
+        f"{metrics.num_generated_tokens} new tokens",
+        "no token" if first is None else f"first after {first * 1000:.0f} ms",
+        "- tokens/s" if rate is None else f"{rate:.1f} tokens/s",
+        f"{metrics.pages_used} pages used",
+    ]
+    typer.echo(typer.style(f"[{', '.join(fields)}]", dim=True), err=True)
+    if output.outputs[0].error is not None:
+        raise FlashpageError(output.outputs[0].error)
+
+
+def _one_line(error: FlashpageError) -> str:
+    return " ".join(str(error).split())

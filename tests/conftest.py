@@ -1,0 +1,22 @@
+"""What the tests of several rooms share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from flashpage.errors import DownloadError
+from flashpage.weights.default_model import default_model_path
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """The default model's file; without a network the test is skipped, except in CI."""
+    try:
+        return default_model_path()
+    except DownloadError as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(str(error))

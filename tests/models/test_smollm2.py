@@ -1,0 +1,100 @@
+"""The default model, a real one: greedy tokens equal those of transformers with its weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+from gguf import GGUFReader
+from gguf.quants import dequantize
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from flashpage.models.common import DecoderModel
+from flashpage.weights.load import LoadedModel, load_model
+
+QUESTIONS = (
+    "What is the capital of France?",
+    "Write a short poem about the sea.",
+    "def fibonacci(n):",
+    "List three prime numbers and explain why they are prime.",
+    "Übersetze ins Englische: Guten Morgen, wie geht es dir?",
+)
+NEW_TOKENS = 64
+
+
+@pytest.fixture(scope="module")
+def ours(smollm2_path: os.PathLike[str]) -> LoadedModel:
+    return load_model(smollm2_path, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def theirs(smollm2_path: os.PathLike[str]) -> LlamaForCausalLM:
+    """Built from the file with nothing of ours: the gguf package reads, this maps the names."""
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
+    )
+    names = {
+        "token_embd": "model.embed_tokens",
+        "output_norm": "model.norm",
+        "attn_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "attn_output": "self_attn.o_proj",
+        "ffn_gate": "mlp.gate_proj",
+        "ffn_up": "mlp.up_proj",
+        "ffn_down": "mlp.down_proj",
+    }
+    state = {}
+    for tensor in GGUFReader(smollm2_path).tensors:
+        values = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
+        *layer, part, _ = tensor.name.split(".")
+        if part in ("attn_q", "attn_k"):  # rows 0, 2, 4... of a head are its first half
+            heads = values.reshape(-1, 64, 576)
+            values = torch.cat((heads[:, 0::2], heads[:, 1::2]), dim=1).reshape(-1, 576)
+        prefix = f"model.layers.{layer[1]}." if layer else ""
+        state[f"{prefix}{names[part]}.weight"] = values
+    model = LlamaForCausalLM(config).eval()
+    report = model.load_state_dict(state, strict=False)
+    assert report.missing_keys == ["lm_head.weight"]
+    assert not report.unexpected_keys
+    model.tie_weights()
+    return model
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_greedy_tokens_equal_transformers(
+    question: str,
+    ours: LoadedModel,
+    theirs: LlamaForCausalLM,
+    greedy: Callable[[DecoderModel, list[int], int], list[int]],
+) -> None:
+    """Every token is transformers' most likely one after the tokens before it: the same text."""
+    text = ours.tokenizer.apply_chat_template([{"role": "user", "content": question}])
+    prompt = ours.tokenizer.encode(text, add_special_tokens=False)
+    tokens = greedy(ours.model, prompt, NEW_TOKENS)
+    assert len(tokens) == NEW_TOKENS
+    with torch.inference_mode():
+        logits = theirs(torch.tensor([prompt + tokens])).logits[0]
+    assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == tokens
+
+
+def test_writes_sense(
+    ours: LoadedModel, greedy: Callable[[DecoderModel, list[int], int], list[int]]
+) -> None:
+    text = ours.tokenizer.apply_chat_template([{"role": "user", "content": QUESTIONS[0]}])
+    tokens = greedy(ours.model, ours.tokenizer.encode(text, add_special_tokens=False), 12)
+    assert "Paris" in ours.tokenizer.decode(tokens)
+    assert ours.config.eos_token_ids[0] == 2

@@ -1,0 +1,249 @@
+"""The commands, on a tiny random model whose tokenizer knows bytes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from typer.testing import CliRunner
+
+import flashpage
+from flashpage import cli
+from flashpage.engine.llm import LLM
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A directory for `--load-format dummy`."""
+    directory = tmp_path_factory.mktemp("tiny")
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 258,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 400,
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<end>", normalized=False)])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {"eos_token": "<end>", "chat_template": TEMPLATE}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    return str(directory)
+
+
+@pytest.fixture
+def invoke(model: str) -> Any:
+    """Run a command on the tiny model; with `input`, that is what stdin holds."""
+
+    def run(command: str, *arguments: str, input: str | None = None) -> Any:
+        options = ["--model", model, "--load-format", "dummy", "--dtype", "float32"]
+        return CliRunner().invoke(cli.app, [command, *options, *arguments], input=input)
+
+    return run
+
+
+def reference(model: str, prompt: Any, seed: int = 0, **params: Any) -> Any:
+    """The seed is that of the dummy weights too, as it is on the command line."""
+    llm = LLM(model, load_format="dummy", dtype="float32", max_num_seqs=1, seed=seed)
+    params["seed"] = seed
+    return llm.generate([prompt], flashpage.SamplingParams(**params))[0]
+
+
+class TestGenerate:
+    def test_text_on_stdout_numbers_on_stderr(self, invoke: Any, model: str) -> None:
+        result = invoke("generate", "Hello", "--max-tokens", "12")
+        assert result.exit_code == 0, result.output
+        chat = [{"role": "user", "content": "Hello"}]
+        expected = reference(model, chat, max_tokens=12, temperature=0.0)
+        assert result.stdout == expected.text + "\n"
+        (line,) = result.stderr.splitlines()
+        count = len(expected.prompt_token_ids)
+        assert f"{count} prompt tokens, 0 cached, 12 new tokens, first after" in line
+        assert "tokens/s" in line
+        assert "pages used" in line
+
+    def test_raw(self, invoke: Any, model: str) -> None:
+        result = invoke("generate", "Hello", "--raw", "--max-tokens", "12")
+        assert (
+            result.stdout == reference(model, "Hello", max_tokens=12, temperature=0.0).text + "\n"
+        )
+        assert "5 prompt tokens" in result.stderr
+
+    def test_prompt_from_stdin(self, invoke: Any) -> None:
+        options = ("--raw", "--max-tokens", "4")
+        piped = invoke("generate", "-", *options, input="a prompt")
+        assert piped.stdout == invoke("generate", "a prompt", *options).stdout
+
+    def test_sampling_options(self, invoke: Any, model: str) -> None:
+        options = ["--temperature", "0.9", "--top-k", "50", "--top-p", "0.9", "--min-p", "0.01"]
+        options += ["--repetition-penalty", "1.2", "--seed", "7", "--max-tokens", "20", "--raw"]
+        first, again = (invoke("generate", "Hi", *options).stdout for _ in range(2))
+        expected = reference(
+            model,
+            "Hi",
+            temperature=0.9,
+            top_k=50,
+            top_p=0.9,
+            min_p=0.01,
+            repetition_penalty=1.2,
+            seed=7,
+            max_tokens=20,
+        )
+        assert first == again == expected.text + "\n"
+
+    def test_stop(self, invoke: Any, model: str) -> None:
+        whole = reference(model, "Hello", max_tokens=30, temperature=0.0).text
+        stop = next(c for c in whole[5:] if c.isascii() and c.isprintable() and c not in whole[:5])
+        arguments = ("--raw", "--max-tokens", "30", "--stop", stop, "--stop", "never seen")
+        assert invoke("generate", "Hello", *arguments).stdout == whole.split(stop)[0] + "\n"
+
+    def test_interrupt(self, invoke: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        def interrupted(*arguments: Any) -> Iterator[Any]:
+            raise KeyboardInterrupt
+            yield
+
+        monkeypatch.setattr(LLM, "stream", interrupted)
+        assert invoke("generate", "Hello").exit_code == 130
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("arguments", "words"),
+        [
+            (("generate", "x", "--top-p", "3"), "top_p = 3.0"),
+            (("generate", "x", "--dtype", "float8"), "float8"),
+            (("generate", "x", "--max-tokens", "5000"), "max_model_len = 400"),
+            (("generate", "", "--raw"), "the prompt is empty"),
+            (("bench", "--prompt-len", "300", "--new-tokens", "300"), "400 positions"),
+        ],
+    )
+    def test_one_line_and_code_2(self, arguments: tuple[str, ...], words: str, invoke: Any) -> None:
+        result = invoke(*arguments)
+        assert result.exit_code == 2
+        (line,) = result.stderr.splitlines()
+        assert line.startswith("flashpage: error: ")
+        assert words in line
+
+    @pytest.mark.parametrize("name", ["missing.gguf", "/no/such/directory"])
+    def test_model_that_is_not_there(self, name: str) -> None:
+        result = CliRunner().invoke(cli.app, ["generate", "x", "--model", name])
+        assert result.exit_code == 2
+        assert f"{name} is neither a file nor a directory" in result.stderr
+
+    def test_unknown_option(self, invoke: Any) -> None:
+        assert invoke("generate", "x", "--tempurature", "1").exit_code == 2
+
+
+class TestChat:
+    def test_turns_share_their_prefix(self, invoke: Any) -> None:
+        opening = "A first turn that is longer than one page of the cache."
+        result = invoke("chat", "--max-tokens", "8", input=f"{opening}\nAnd?\n\n/exit\nnot read\n")
+        assert result.exit_code == 0, result.output
+        first, second = result.stderr.splitlines()
+        assert ", 0 cached," in first
+        cached = int(second.split(" cached")[0].split(", ")[-1])
+        assert cached >= 64
+
+    def test_ends_with_the_input(self, invoke: Any) -> None:
+        result = invoke("chat", "--max-tokens", "4", input="Hi")
+        assert result.exit_code == 0
+        assert len(result.stderr.splitlines()) == 1
+        assert invoke("chat", input="").exit_code == 0
+
+    def test_clear_and_system(self, invoke: Any) -> None:
+        lines = "Hi\nMore\n/clear\nHi\n"
+        result = invoke("chat", "--max-tokens", "4", "--system", "Be brief.", input=lines)
+        prompts = [line.split(" prompt")[0] for line in result.stderr.splitlines()]
+        assert prompts[0] == prompts[2]
+        assert int(prompts[1].lstrip("[")) > int(prompts[0].lstrip("["))
+
+    def test_a_turn_that_does_not_fit_does_not_end_the_talk(self, invoke: Any) -> None:
+        result = invoke("chat", "--max-tokens", "8", input=f"{'x' * 500}\nHi\n")
+        assert result.exit_code == 0
+        error, numbers = result.stderr.splitlines()
+        assert "max_model_len = 400" in error
+        assert "/clear" in error
+        assert "8 new tokens" in numbers
+
+    def test_interrupt_stops_the_reply_only(
+        self, invoke: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        stream, seen = LLM.stream, []
+
+        def interrupted_once(self: LLM, messages: Any, params: Any) -> Iterator[Any]:
+            seen.append([m["content"] for m in messages])
+            for i, piece in enumerate(stream(self, messages, params)):
+                yield piece
+                if len(seen) == 1 and i == 2:
+                    raise KeyboardInterrupt
+
+        monkeypatch.setattr(LLM, "stream", interrupted_once)
+        result = invoke("chat", "--max-tokens", "8", input="One\nTwo\n")
+        assert result.exit_code == 0
+        assert "[stopped]" in result.stderr
+        assert seen[0] == ["One"]
+        assert seen[1][0] == "One"
+        assert seen[1][2] == "Two"
+
+
+class TestBench:
+    def test_ends_in_a_line_of_json(self, invoke: Any) -> None:
+        sizes = ("--batch", "2", "--prompt-len", "20", "--new-tokens", "4")
+        result = invoke("bench", *sizes)
+        assert result.exit_code == 0, result.output
+        report = json.loads(result.stdout.splitlines()[-1])
+        assert report["setup"]["batch"] == 2
+        assert report["result"]["dtype"] == "float32"
+        rates = [v for k, v in report["result"].items() if k.endswith("_rate")]
+        assert len(rates) == 3
+        assert min(rates) > 0
+        assert "prompt_len: 20" in result.stdout
+
+
+class TestBackends:
+    def test_prints_the_report(self) -> None:
+        options = ["--dtype", "bfloat16", "--layout", "paged", "--causal"]
+        result = CliRunner().invoke(cli.app, ["backends", *options])
+        assert result.exit_code == 0
+        assert "paged bfloat16 on cpu" in result.stdout
+        assert "decode" in result.stdout
+
+    @pytest.mark.parametrize("options", [("--dtype", "int8"), ("--layout", "sparse")])
+    def test_unknown_values(self, options: tuple[str, ...]) -> None:
+        result = CliRunner().invoke(cli.app, ["backends", *options])
+        assert result.exit_code == 2
+        assert options[1] in result.stderr
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from typer.testing import CliRunner; from flashpage import cli; "
+        "result = CliRunner().invoke(cli.app, ['--help']); assert result.exit_code == 0; "
+        "assert not {'torch', 'numba', 'transformers', 'numpy'} & set(sys.modules)"
+    )
+    source = Path(flashpage.__file__).parents[1]
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=source)
+
+
+def test_module_runs() -> None:
+    source = Path(flashpage.__file__).parents[1]
+    command = [sys.executable, "-m", "flashpage", "--help"]
+    result = subprocess.run(command, cwd=source, capture_output=True, text=True)
+    assert result.returncode == 0
+    for name in ("generate", "chat", "bench", "backends"):
+        assert name in result.stdout
