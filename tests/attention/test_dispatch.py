@@ -9,7 +9,7 @@ import torch
 
 import flashpage
 from flashpage.attention import dispatch
-from flashpage.attention.cpu import numba_decode
+from flashpage.attention.cpu import numba_runtime
 from flashpage.errors import ArgumentError
 
 
@@ -44,7 +44,7 @@ def test_bad_questions():
 
 def test_without_numba_torch_serves(monkeypatch):
     monkeypatch.setitem(sys.modules, "numba", None)  # makes `import numba` fail
-    numba_decode.why_unavailable.cache_clear()
+    numba_runtime.why_unavailable.cache_clear()
     dispatch._choose.cache_clear()
     try:
         report = flashpage.backends(layout="paged")
@@ -55,5 +55,5 @@ def test_without_numba_torch_serves(monkeypatch):
         out = flashpage.flash_attn_with_kvcache(q, cache, cache)
         torch.testing.assert_close(out, flashpage.flash_attn_func(q, cache, cache))
     finally:
-        numba_decode.why_unavailable.cache_clear()
+        numba_runtime.why_unavailable.cache_clear()
         dispatch._choose.cache_clear()

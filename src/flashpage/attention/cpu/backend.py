@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from flashpage.attention.cpu import blocks, numba_decode, torch_kernel
+from flashpage.attention.cpu import blocks, numba_decode, numba_runtime, torch_kernel
 from flashpage.attention.cpu.segments import (
     Segment,
     check_page_ids,
@@ -174,9 +174,9 @@ class NumbaBackend(TorchBackend):
             return "reads caches: serves decode only"
         if problem.device.type != "cpu":
             return f"serves tensors on the CPU, not on {problem.device}"
-        if problem.dtype not in numba_decode.DTYPES:
+        if problem.dtype not in numba_runtime.KINDS:
             return f"serves float32, bfloat16 and float16, not {problem.dtype}"
-        return numba_decode.why_unavailable()
+        return numba_runtime.why_unavailable()
 
     def decode(
         self,

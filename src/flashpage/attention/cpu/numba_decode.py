@@ -1,28 +1,17 @@
 """Decode through numba: prepares the arrays for `numba_kernel`, which reads the cache in place.
 
-numba is optional: `why_unavailable` says what is missing. The first call on a machine compiles
-for a few seconds and says so; the code is then kept on disk.
+Shapes as in `functional.flash_attn_with_kvcache`.
 """
 
 from __future__ import annotations
-
-import logging
-import threading
-import time
-from functools import cache
-from types import ModuleType
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from flashpage.attention.cpu.numba_runtime import KINDS, call, flat, kernels
 from flashpage.attention.cpu.segments import checked_lengths
 from flashpage.attention.problem import Problem
-
-logger = logging.getLogger("flashpage")
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 MAX_SEQLEN_Q = 16
 """Queries per sequence up to which reading in place wins over gathering pages once."""
@@ -32,53 +21,6 @@ SPLIT_SIZE = 512
 
 SERIAL_WORK = 2**16
 """Elements of K and V up to which one thread is faster than waking others."""
-
-# numba's fallback threading layer must not be entered twice; and two calls at once would only
-# share the same cores.
-_lock = threading.Lock()
-
-
-@cache
-def why_unavailable() -> str | None:
-    """None if the kernels can be used, else the reason."""
-    try:
-        import numba
-    except ImportError:
-        return "numba is not installed (pip install numba)"
-    # torch brings an OpenMP runtime; numba starts a parallel loop in 2 us with it, and in 80 us
-    # with its own work queue. Only a preference: set before anything of numba runs in parallel.
-    numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
-    return None
-
-
-@cache
-def _kernel() -> ModuleType:
-    import numba
-
-    # numba shares torch's OpenMP runtime, and sets its number of threads when it starts its own.
-    threads = torch.get_num_threads()
-    numba.set_num_threads(1)
-    torch.set_num_threads(threads)
-    from flashpage.attention.cpu import numba_kernel
-
-    return numba_kernel
-
-
-def _flat(x: Tensor) -> np.ndarray:
-    """All memory between the first and the last element of x as one contiguous array."""
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    flat = torch.as_strided(x, (extent,), (1,), x.storage_offset())
-    if x.dtype == torch.float32:
-        return flat.numpy()
-    return flat.view(torch.int16).numpy().view(np.uint16)
-
-
-def _kinds(kernel: ModuleType) -> dict[torch.dtype, int]:
-    return {
-        torch.float32: kernel.FLOAT32,
-        torch.bfloat16: kernel.BFLOAT16,
-        torch.float16: kernel.FLOAT16,
-    }
 
 
 def decode(
@@ -110,15 +52,14 @@ def decode(
         slopes = alibi_slopes.expand(batch, num_heads).contiguous().numpy()
     out = np.empty((batch, seqlen_q, num_heads, head_dim), np.float32)
     lse = np.empty((batch, num_heads, seqlen_q), np.float32)
-    kernel = _kernel()
     work = 2 * int(stops.sum()) * problem.num_kv_heads * head_dim
-    bad_sequence = _run(
+    bad_sequence = call(
+        kernels("flashpage.attention.cpu.numba_kernel").decode,
         1 if work <= SERIAL_WORK else torch.get_num_threads(),
-        kernel.decode,
         q.float().contiguous().numpy().reshape(-1),
-        _flat(k_cache),
-        _flat(v_cache),
-        _kinds(kernel)[problem.dtype],
+        flat(k_cache),
+        flat(v_cache),
+        KINDS[problem.dtype],
         k_cache.stride()[:3],
         v_cache.stride()[:3],
         tables,
@@ -140,20 +81,3 @@ def decode(
     if bad_sequence >= 0:
         checked_lengths(k_cache, cache_seqlens, block_table)  # raises, and says what is wrong
     return torch.from_numpy(out).to(q.dtype), torch.from_numpy(lse)
-
-
-def _run(threads: int, decode_kernel: Any, *args: object) -> int:
-    """Call the kernel on so many threads; say so if that compiled it."""
-    import numba
-
-    with _lock:
-        numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
-        known = len(decode_kernel.signatures)
-        start = time.perf_counter()
-        bad_sequence = decode_kernel(*args)
-        if len(decode_kernel.signatures) > known and sum(decode_kernel.stats.cache_misses.values()):
-            seconds = time.perf_counter() - start
-            logger.warning(
-                "flashpage compiled its CPU decode kernel in %.1f s (once; kept on disk)", seconds
-            )
-    return bad_sequence

@@ -1,0 +1,123 @@
+"""What the numba kernels share: compile options, exp, and 16-bit floats as their bits.
+
+Imported only where numba is installed, through `numba_runtime`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+# numba knows no bfloat16: 16-bit values come and go as uint16, and one of these says what they are.
+FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
+
+# Sums may be reordered (that is what makes them vectors); NaN and infinity stay what they are.
+_FAST = {"reassoc", "contract", "nsz", "arcp"}
+
+
+def jit(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """numba.njit, cached on disk where some folder can be written."""
+
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+        settings = {"fastmath": _FAST, "nogil": True, "error_model": "numpy", **options}
+        try:
+            return numba.njit(cache=True, **settings)(function)
+        except RuntimeError:  # numba found no writable folder for its cache
+            return numba.njit(**settings)(function)
+
+    return wrap
+
+
+_ONE = np.float32(1.0)
+_LOG2E = np.float32(1.4426950408889634)
+# ln 2 in two parts, so that n * ln 2 is exact to more than float32 (Cody and Waite).
+_LN2_HI = np.float32(0.693359375)
+_LN2_LO = np.float32(-2.12194440e-4)
+_LOWEST = np.float32(-87.0)
+
+
+@jit(inline="always")
+def exp(x):  # type: ignore[no-untyped-def]
+    """exp for x <= 0, relative error under 2e-7; unlike math.exp it becomes vector code.
+
+    Taylor's polynomial of degree 6 on [-ln2/2, ln2/2]. Not below exp(-87).
+    """
+    x = _LOWEST if x < _LOWEST else x
+    n = np.floor(x * _LOG2E + np.float32(0.5))
+    r = (x - n * _LN2_HI) - n * _LN2_LO
+    p = np.float32(1.0 / 720.0)
+    p = p * r + np.float32(1.0 / 120.0)
+    p = p * r + np.float32(1.0 / 24.0)
+    p = p * r + np.float32(1.0 / 6.0)
+    p = p * r + np.float32(0.5)
+    p = p * r + _ONE
+    p = p * r + _ONE
+    return p * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
+
+
+@jit()
+def load(dst, dst_at, src, src_at, n, kind):  # type: ignore[no-untyped-def]
+    """n values to float32."""
+    # Slices, because an index that is known not to be negative can be vectorised.
+    x, y = src[src_at : src_at + n], dst[dst_at : dst_at + n]
+    if kind == FLOAT32:
+        for i in range(n):
+            y[i] = x[i]
+    elif kind == BFLOAT16:
+        for i in range(n):
+            bits = np.uint32(x[i]) << np.uint32(16)
+            y[i] = np.uint32(bits).view(np.float32)
+    else:
+        for i in range(n):
+            half = np.uint32(x[i])
+            magnitude = np.uint32((half & np.uint32(0x7FFF)) << np.uint32(13))
+            # The exponent, now float32's, is 112 too small; subnormals come out right as well.
+            value = magnitude.view(np.float32) * np.float32(2.0**112)
+            bits = np.float32(value).view(np.uint32)
+            if magnitude >= np.uint32(0x0F800000):  # infinity and NaN
+                bits = magnitude | np.uint32(0x7F800000)
+            bits |= (half & np.uint32(0x8000)) << np.uint32(16)
+            y[i] = np.uint32(bits).view(np.float32)
+
+
+@jit()
+def store(dst, dst_at, src, src_at, n, kind):  # type: ignore[no-untyped-def]
+    """n float32 values to float32 or bfloat16, rounded to nearest, ties to even."""
+    x, y = src[src_at : src_at + n], dst[dst_at : dst_at + n]
+    if kind == FLOAT32:
+        for i in range(n):
+            y[i] = x[i]
+    else:
+        for i in range(n):
+            bits = np.float32(x[i]).view(np.uint32)
+            even = (bits >> np.uint32(16)) & np.uint32(1)
+            rounded = (bits + np.uint32(0x7FFF) + even) >> np.uint32(16)
+            is_nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+            y[i] = np.uint16(0x7FC0) if is_nan else np.uint16(rounded)
+
+
+@intrinsic
+def prefetch(typing_context, array, index):  # type: ignore[no-untyped-def]
+    """Ask for the cache line of array[index], to be read soon; the index is not checked."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        byte_pointer, i32 = ir.PointerType(ir.IntType(8)), ir.IntType(32)
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        pointer = builder.bitcast(builder.gep(data, [arguments[1]]), byte_pointer)
+        function = cgutils.get_or_insert_function(
+            builder.module,
+            ir.FunctionType(ir.VoidType(), [byte_pointer, i32, i32, i32]),
+            "llvm.prefetch.p0",
+        )
+        for_reading, into_all_caches, data_cache = 0, 3, 1
+        flags = (ir.Constant(i32, n) for n in (for_reading, into_all_caches, data_cache))
+        builder.call(function, [pointer, *flags])
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64), generate

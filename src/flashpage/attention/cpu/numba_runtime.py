@@ -1,0 +1,83 @@
+"""Calling numba kernels on tensors: is numba there, threads, bits, and a word when one compiles.
+
+numba is optional; every kernel has a twin in torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import threading
+import time
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+logger = logging.getLogger("flashpage")
+
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""dtype to the number that says it in the kernels, as in `numba_math`"""
+
+# numba's fallback threading layer must not be entered twice; and two calls at once would only
+# share the same cores.
+_lock = threading.Lock()
+
+
+@cache
+def why_unavailable() -> str | None:
+    """None if numba can be used, else the reason."""
+    try:
+        import numba
+    except ImportError:
+        return "numba is not installed (pip install numba)"
+    # torch brings an OpenMP runtime; numba starts a parallel loop in 2 us with it, and in 80 us
+    # with its own work queue. Only a preference: set before anything of numba runs in parallel.
+    numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
+    return None
+
+
+@cache
+def kernels(module: str) -> ModuleType:
+    """Import a module of kernels."""
+    import numba
+
+    # numba shares torch's OpenMP runtime, and sets its number of threads when it starts its own.
+    threads = torch.get_num_threads()
+    numba.set_num_threads(1)
+    torch.set_num_threads(threads)
+    return importlib.import_module(module)
+
+
+def call(kernel: Any, threads: int, *args: object) -> Any:
+    """Run a kernel on so many threads; say so if that compiled it."""
+    import numba
+
+    with _lock:
+        numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+        known = len(kernel.overloads)
+        start = time.perf_counter()
+        result = kernel(*args)
+        if len(kernel.overloads) > known and sum(kernel.stats.cache_misses.values()):
+            logger.warning(
+                "flashpage compiled its CPU kernel '%s' in %.1f s (once; kept on disk)",
+                kernel.__name__,
+                time.perf_counter() - start,
+            )
+    return result
+
+
+def flat(x: Tensor) -> np.ndarray:
+    """All memory between the first and the last element of x as one contiguous array.
+
+    float32, or the bits of 16-bit floats as uint16.
+    """
+    if x.is_contiguous():
+        x = x.view(-1)
+    else:
+        extent = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+        x = torch.as_strided(x, (extent,), (1,), x.storage_offset())
+    return x.numpy() if x.dtype == torch.float32 else x.view(torch.uint16).numpy()
