@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from flashpage.layers.fused import add_rms_norm, rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -29,8 +30,11 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., size]` -> `[..., size]`."""
-        # For 16-bit inputs the operator itself computes in float32 and rounds once, at the end.
-        return F.rms_norm(x, (self.size,), self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """`(norm(x + residual), x + residual)`, each `[..., size]`, in one pass."""
+        return add_rms_norm(x, residual, self.weight, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.size}, eps={self.eps}"

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from flashpage.layers.fused import rope
+
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
@@ -100,8 +102,7 @@ class RotaryEmbedding(nn.Module):
 
 def apply_rope(x: Tensor, rotation: Rotation) -> Tensor:
     """Rotate the heads of `x`, `[T, heads, head_dim]`; returns a new tensor of that shape."""
-    rolled = x.roll(x.shape[-1] // 2, dims=-1)
-    return torch.addcmul(x * rotation.cos, rolled, rotation.sin)
+    return rope(x, rotation.cos, rotation.sin)
 
 
 def inverse_frequencies(head_dim: int, config: RopeConfig) -> Tensor:

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from flashpage.cache.kv_cache import KVCache
-from flashpage.layers.activation import silu_and_mul
 from flashpage.layers.attention import AttentionMetadata, PagedAttention
 from flashpage.layers.embedding import Embedding
+from flashpage.layers.fused import silu_and_mul
 from flashpage.layers.linear import Linear
 from flashpage.layers.norm import RMSNorm
 from flashpage.layers.rope import RotaryEmbedding, Rotation, apply_rope
@@ -96,12 +96,21 @@ class DecoderLayer(nn.Module):
         self.mlp = GatedMlp(config, dtype, device)
 
     def forward(
-        self, hidden: Tensor, rotation: Rotation, kv_cache: KVCache, metadata: AttentionMetadata
-    ) -> Tensor:
-        """`[T, hidden_size]` -> `[T, hidden_size]`."""
-        attended = self.self_attn(self.input_layernorm(hidden), rotation, kv_cache, metadata)
-        hidden = hidden + attended
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        self,
+        hidden: Tensor,
+        residual: Tensor,
+        rotation: Rotation,
+        kv_cache: KVCache,
+        metadata: AttentionMetadata,
+    ) -> tuple[Tensor, Tensor]:
+        """`(hidden, residual)`, both `[T, hidden_size]`, to the same of the next layer.
+
+        The stream between layers is `hidden + residual`: each norm adds its two parts itself.
+        """
+        normed, residual = self.input_layernorm.add(hidden, residual)
+        attended = self.self_attn(normed, rotation, kv_cache, metadata)
+        normed, residual = self.post_attention_layernorm.add(attended, residual)
+        return self.mlp(normed), residual
 
 
 class DecoderModel(nn.Module):
@@ -153,9 +162,10 @@ class DecoderModel(nn.Module):
         """
         hidden = self.embed_tokens(input_ids)
         rotation = self.rotary(positions, self.dtype)
+        residual = torch.zeros_like(hidden)
         for layer in self.layers:
-            hidden = layer(hidden, rotation, kv_cache, metadata)
-        return self.norm(hidden)
+            hidden, residual = layer(hidden, residual, rotation, kv_cache, metadata)
+        return self.norm.add(hidden, residual)[0]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """`[R, hidden_size]` -> `[R, vocab_size]` float32."""

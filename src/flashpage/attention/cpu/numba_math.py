@@ -121,3 +121,44 @@ def prefetch(typing_context, array, index):  # type: ignore[no-untyped-def]
         return context.get_dummy_value()
 
     return types.void(array, types.int64), generate
+
+
+# Tensors may also come as addresses: that costs less than a numpy array for each of them, and one
+# compiled kernel serves all dtypes.
+
+
+@intrinsic
+def _pointer(typing_context, address):  # type: ignore[no-untyped-def]
+    """An integer as a pointer."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), generate
+
+
+@jit()
+def load_from(dst, address, at, n, kind):  # type: ignore[no-untyped-def]
+    """`dst[:n]` = n values from the element `at` on of the memory at `address`, as float32."""
+    if kind == FLOAT32:
+        load(dst, 0, numba.carray(_pointer(address), at + n, dtype=np.float32), at, n, kind)
+    else:
+        load(dst, 0, numba.carray(_pointer(address), at + n, dtype=np.uint16), at, n, kind)
+
+
+@jit()
+def store_to(address, at, src, n, kind):  # type: ignore[no-untyped-def]
+    """The inverse of `load_from`, for float32 and bfloat16."""
+    if kind == FLOAT32:
+        store(numba.carray(_pointer(address), at + n, dtype=np.float32), at, src, 0, n, kind)
+    else:
+        store(numba.carray(_pointer(address), at + n, dtype=np.uint16), at, src, 0, n, kind)
+
+
+@jit()
+def copy_bits(dst, dst_at, src, src_at, n):  # type: ignore[no-untyped-def]
+    """Copy n 16-bit words between addresses."""
+    x = numba.carray(_pointer(src), src_at + n, dtype=np.uint16)[src_at:]
+    y = numba.carray(_pointer(dst), dst_at + n, dtype=np.uint16)[dst_at:]
+    for i in range(n):
+        y[i] = x[i]
