@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flashpage.attention.cpu.numba_runtime import call, kernels, why_unavailable
 from flashpage.attention.cpu.segments import check_page_ids, checked_rows
 from flashpage.attention.rotary import rotate
 from flashpage.errors import ArgumentError, CacheOverflowError
@@ -94,9 +95,34 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
             f"slot_mapping must be between -1 and {num_blocks * block_size - 1} for {num_blocks} "
             f"pages of {block_size} tokens, got values from {int(low)} to {int(high)}"
         )
-    slots = slot_mapping.long()
-    if int(low) < 0:
-        kept = (slots >= 0).nonzero().flatten()
-        slots, k, v = slots[kept], k[kept], v[kept]
-    index = (slots // block_size, slots % block_size)
-    k_cache[index], v_cache[index] = k, v
+    for new, cache in ((k, k_cache), (v, v_cache)):
+        store = _store_torch if _why_not_numba(new, cache) else _store_numba
+        store(new, cache, slot_mapping.long())
+
+
+def _why_not_numba(new: Tensor, cache: Tensor) -> str | None:
+    if new.stride(-1) != 1 or cache.stride(-1) != 1:
+        return "the kernel copies contiguous heads"
+    return why_unavailable()
+
+
+def _store_numba(new: Tensor, cache: Tensor, slots: Tensor) -> None:
+    words = new.element_size() // 2
+    call(
+        kernels("flashpage.attention.cpu.numba_kernel").store_tokens,
+        1,
+        new.data_ptr(),
+        cache.data_ptr(),
+        slots.numpy(),
+        cache.shape[1],
+        new.shape[1],
+        new.shape[2] * words,
+        tuple(stride * words for stride in new.stride()[:2]),
+        tuple(stride * words for stride in cache.stride()[:3]),
+    )
+
+
+def _store_torch(new: Tensor, cache: Tensor, slots: Tensor) -> None:
+    kept = (slots >= 0).nonzero().flatten()
+    slots = slots[kept]
+    cache[slots // cache.shape[1], slots % cache.shape[1]] = new[kept]

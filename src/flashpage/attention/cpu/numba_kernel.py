@@ -13,12 +13,36 @@ import math
 import numba
 import numpy as np
 
-from flashpage.attention.cpu.numba_math import exp, jit, load, prefetch
+from flashpage.attention.cpu.numba_math import copy_bits, exp, jit, load, prefetch
 
 CHUNK = 32
 """keys whose float32 copies are worked on at a time"""
 
 _NEG_INF = np.float32(-np.inf)
+
+
+@jit()
+def store_tokens(src, dst, slots, block_size, num_heads, dim, src_strides, dst_strides):  # type: ignore[no-untyped-def]
+    """Copy each token's heads to its slot; a token of slot -1 is left out.
+
+    Args:
+        src, dst: addresses of `[num_tokens, num_heads, dim]` and `[num_blocks, block_size,
+            num_heads, dim]`. dim and the strides (token, head) and (block, slot, head) count words
+            of 16 bits; the last dimension is contiguous.
+        slots: int64 `[num_tokens]`.
+    """
+    whole = src_strides[1] == dim and dst_strides[2] == dim
+    for token in range(len(slots)):
+        slot = slots[token]
+        if slot < 0:
+            continue
+        to = (slot // block_size) * dst_strides[0] + (slot % block_size) * dst_strides[1]
+        at = token * src_strides[0]
+        if whole:
+            copy_bits(dst, to, src, at, num_heads * dim)
+        else:
+            for h in range(num_heads):
+                copy_bits(dst, to + h * dst_strides[2], src, at + h * src_strides[1], dim)
 
 
 @jit()

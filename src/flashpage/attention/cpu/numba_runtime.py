@@ -22,6 +22,9 @@ logger = logging.getLogger("flashpage")
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """dtype to the number that says it in the kernels, as in `numba_math`"""
 
+# numba's number of threads is a thread's own; setting it costs as much as a small kernel.
+_current = threading.local()
+
 # numba's fallback threading layer must not be entered twice; and two calls at once would only
 # share the same cores.
 _lock = threading.Lock()
@@ -54,10 +57,12 @@ def kernels(module: str) -> ModuleType:
 
 def call(kernel: Any, threads: int, *args: object) -> Any:
     """Run a kernel on so many threads; say so if that compiled it."""
-    import numba
+    if getattr(_current, "threads", 0) != threads:
+        import numba
 
-    with _lock:
         numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+        _current.threads = threads
+    with _lock:
         known = len(kernel.overloads)
         start = time.perf_counter()
         result = kernel(*args)
