@@ -17,10 +17,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from flashpage.weights.default_model import default_model_path
-from flashpage.weights.gguf import GGUFFile
 
 from flashpage import LLM, SamplingParams
+from flashpage.weights.default_model import default_model_path
+from flashpage.weights.gguf import GGUFFile
 from harness import finish, print_table, setup
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -32,7 +32,12 @@ def random_prompts(batch: int, length: int, vocab_size: int, seed: int) -> list[
 
 
 def flashpage_runner(dtype: str, options: argparse.Namespace) -> Callable[[int], None]:
-    llm = LLM(dtype=dtype, max_num_seqs=options.batch, enable_prefix_caching=False)
+    llm = LLM(
+        dtype=dtype,
+        max_num_seqs=options.batch,
+        max_num_batched_tokens=options.batch * options.prompt_len,  # as transformers: all at once
+        enable_prefix_caching=False,
+    )
     params = SamplingParams(max_tokens=options.new_tokens, temperature=0.0, ignore_eos=True)
 
     def run(seed: int) -> None:

@@ -15,7 +15,7 @@ QUESTIONS = [
 
 
 def main() -> None:
-    llm = LLM(max_num_seqs=len(QUESTIONS))
+    llm = LLM(dtype="float32", max_num_seqs=len(QUESTIONS))  # the same text on any machine
     chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
     outputs = llm.chat(chats, SamplingParams(max_tokens=60, temperature=0.0))
     for question, output in zip(QUESTIONS, outputs, strict=True):

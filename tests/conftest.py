@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from flashpage.errors import DownloadError
+from flashpage.layers.linear import Linear
 from flashpage.weights.default_model import default_model_path
 
 
@@ -20,3 +21,9 @@ def smollm2_path() -> Path:
         if os.environ.get("CI"):
             raise
         pytest.skip(str(error))
+
+
+@pytest.fixture
+def unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights stay plain tensors, to be looked at."""
+    monkeypatch.setattr(Linear, "prepare", lambda self: None)

@@ -70,7 +70,7 @@ def test_packing_a_shared_weight_leaves_it_to_the_other() -> None:
 
 
 def test_prepare_keeps_what_can_not_be_packed() -> None:
-    layer = filled(8, 8, torch.float32)
+    layer = filled(8, 8, torch.float64)
     assert not can_pack(layer.weight)
     layer.prepare()
     assert not layer.is_packed

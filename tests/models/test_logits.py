@@ -190,6 +190,7 @@ def test_bfloat16_is_as_close_as_transformers(
     assert error <= 2 * (low - exact).abs().mean()
 
 
+@pytest.mark.usefixtures("unpacked")
 def test_tied_head_shares_its_storage(tmp_path: Path) -> None:
     ours = loaded(reference(LlamaConfig, tie_word_embeddings=True), tmp_path)
     assert ours.lm_head.weight.data_ptr() == ours.embed_tokens.weight.data_ptr()

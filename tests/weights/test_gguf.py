@@ -23,6 +23,7 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("type_name", SUPPORTED_TYPES)
+@pytest.mark.usefixtures("unpacked")
 def test_weights_are_the_dequantised_ones(
     architecture: str, type_name: str, tmp_path: Path, random_state: Any, write_gguf: Any
 ) -> None:
@@ -41,6 +42,7 @@ def test_weights_are_the_dequantised_ones(
         assert torch.equal(slot.target, stored[name]), name
 
 
+@pytest.mark.usefixtures("unpacked")
 def test_no_output_matrix_means_a_tied_head(
     tmp_path: Path, random_state: Any, write_gguf: Any
 ) -> None:

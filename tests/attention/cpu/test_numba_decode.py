@@ -91,3 +91,29 @@ def test_many_queries_go_through_torch(monkeypatch):
     with dispatch.only("cpu_numba"):
         q = torch.randn(1, numba_decode.MAX_SEQLEN_Q + 1, 1, 8)
         flashpage.flash_attn_with_kvcache(q, cache, cache)
+
+
+def test_half_precision_bits_round_as_torch_does():
+    """`store` and `load` of 16-bit floats, over every kind of value and on random bits."""
+    from flashpage.attention.cpu.numba_runtime import KINDS, kernels, why_unavailable
+
+    assert why_unavailable() is None
+    import numpy as np
+
+    math = kernels("flashpage.attention.cpu.numba_math")
+    bits = torch.randint(-(2**31), 2**31, (200_000,), dtype=torch.int64).to(torch.int32)
+    special = [0.0, -0.0, 1.0, 65504.0, 65519.9, 65520.0, 1e38, 6e-8, 2e-8, 6.1e-5, torch.inf]
+    values = torch.cat((bits.view(torch.float32), torch.tensor(special), -torch.tensor(special)))
+    values = torch.cat((values, torch.randn(10_000), torch.randn(10_000) * 1e-6))
+    for dtype in (torch.bfloat16, torch.float16):
+        stored = np.zeros(len(values), np.uint16)
+        math.store(stored, 0, values.numpy(), 0, len(values), KINDS[dtype])
+        expected = values.to(dtype)
+        result = torch.from_numpy(stored).view(dtype)
+        assert torch.equal(torch.isnan(result), torch.isnan(expected))
+        same = result.view(torch.int16) == expected.view(torch.int16)
+        assert bool((same | torch.isnan(expected)).all())
+        loaded = np.zeros(len(values), np.float32)
+        math.load(loaded, 0, stored, 0, len(values), KINDS[dtype])
+        back = torch.from_numpy(loaded)
+        assert torch.equal(back.nan_to_num(nan=7.0), expected.float().nan_to_num(nan=7.0))

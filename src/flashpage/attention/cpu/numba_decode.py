@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flashpage.attention.cpu.numba_runtime import KINDS, call, flat, kernels
+from flashpage.attention.cpu.numba_runtime import KINDS, call, kernels
 from flashpage.attention.cpu.segments import checked_lengths
 from flashpage.attention.problem import Problem
 
@@ -40,34 +40,35 @@ def decode(
     A cache without pages is one with pages of its whole length: row r is page r.
     """
     batch, seqlen_q, num_heads, head_dim = q.shape
-    stops = cache_seqlens.numpy().astype(np.int64)
-    leftpads = np.zeros_like(stops) if leftpad is None else np.array(leftpad, dtype=np.int64)
+    q = q.contiguous()
+    seqlens = cache_seqlens.contiguous()
     if block_table is not None:
-        tables = block_table.numpy()
+        tables = block_table
     else:
-        tables = np.array(cache_rows or range(batch), dtype=np.int32)[:, None]
-    if alibi_slopes is None:
-        slopes = np.empty((0, 0), np.float32)
-    else:
-        slopes = alibi_slopes.expand(batch, num_heads).contiguous().numpy()
-    out = np.empty((batch, seqlen_q, num_heads, head_dim), np.float32)
-    lse = np.empty((batch, num_heads, seqlen_q), np.float32)
-    work = 2 * int(stops.sum()) * problem.num_kv_heads * head_dim
+        tables = torch.tensor(cache_rows or range(batch), dtype=torch.int32)[:, None]
+    leftpads = None if leftpad is None else torch.tensor(leftpad, dtype=torch.int32)
+    out = torch.empty(q.shape, dtype=q.dtype)
+    softmax_lse = torch.empty(batch, num_heads, seqlen_q)
+    work = 2 * batch * tables.shape[1] * k_cache.shape[1] * problem.num_kv_heads * head_dim
     bad_sequence = call(
         kernels("flashpage.attention.cpu.numba_kernel").decode,
         1 if work <= SERIAL_WORK else torch.get_num_threads(),
-        q.float().contiguous().numpy().reshape(-1),
-        flat(k_cache),
-        flat(v_cache),
+        q.data_ptr(),
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
         KINDS[problem.dtype],
         k_cache.stride()[:3],
         v_cache.stride()[:3],
-        tables,
+        tables.data_ptr(),
+        tables.stride(0),
+        tables.shape[1],
         k_cache.shape[1],
         k_cache.shape[0],
-        np.maximum(stops, leftpads) if leftpad else stops,
-        leftpads,
-        slopes,
+        seqlens.data_ptr(),
+        0 if leftpads is None else leftpads.data_ptr(),
+        0 if alibi_slopes is None else alibi_slopes.data_ptr(),
+        _slope_stride(alibi_slopes),
+        batch,
         (seqlen_q, num_heads, problem.num_kv_heads, head_dim),
         np.float32(problem.softmax_scale),
         problem.window_left,
@@ -75,9 +76,16 @@ def decode(
         np.float32(problem.softcap),
         num_splits,
         SPLIT_SIZE,
-        out,
-        lse,
+        out.data_ptr(),
+        softmax_lse.data_ptr(),
     )
     if bad_sequence >= 0:
         checked_lengths(k_cache, cache_seqlens, block_table)  # raises, and says what is wrong
-    return torch.from_numpy(out).to(q.dtype), torch.from_numpy(lse)
+    return out, softmax_lse
+
+
+def _slope_stride(alibi_slopes: Tensor | None) -> int:
+    """Elements between the slopes of two sequences; -1: there are none."""
+    if alibi_slopes is None:
+        return -1
+    return alibi_slopes.stride(0) if alibi_slopes.dim() == 2 else 0

@@ -13,10 +13,21 @@ import math
 import numba
 import numpy as np
 
-from flashpage.attention.cpu.numba_math import copy_bits, exp, jit, load, prefetch
+from flashpage.attention.cpu.numba_math import (
+    FLOAT32,
+    copy_bits,
+    exp,
+    float32_at,
+    int32_at,
+    jit,
+    load_from,
+    prefetch,
+    store_to,
+)
+from flashpage.attention.cpu.numba_vectors import LANES, add_values_16, add_values_64, dots
 
 CHUNK = 32
-"""keys whose float32 copies are worked on at a time"""
+"""keys whose float32 copies are worked on at a time, a multiple of LANES"""
 
 _NEG_INF = np.float32(-np.inf)
 
@@ -64,79 +75,46 @@ def _addresses(k_at, v_at, k_strides, v_strides, pages, block_size, first, count
 
 
 @jit()
-def _load_chunk(dst, src, kind, at, count, head_stride, heads, dim):  # type: ignore[no-untyped-def]
-    """The keys that begin at `at[:count]` to `[count, heads, dim]`."""
-    for t in range(count):
-        if head_stride == dim:
-            load(dst, t * heads * dim, src, at[t], heads * dim, kind)
+def _load_chunk(dst, src, kind, at, count, head_stride, heads, dim, width):  # type: ignore[no-untyped-def]
+    """The keys that begin at elements `at[:count]` of src to `[count, heads, width]`."""
+    row = heads * width
+    t = 0
+    while t < count:
+        n = 1
+        if head_stride == width:  # and so dim == width: neighbours in a page are one run
+            while t + n < count and at[t + n] == at[t] + n * row:
+                n += 1
+            load_from(dst, t * row, src, at[t], n * row, kind)
         else:
             for h in range(heads):
-                load(dst, (t * heads + h) * dim, src, at[t] + h * head_stride, dim, kind)
+                load_from(dst, t * row + h * width, src, at[t] + h * head_stride, dim, kind)
+        t += n
 
 
 @jit()
-def _prefetch_keys(k, v, k_at, v_at, k_head_stride, v_head_stride, first, step, count, heads, dim):  # type: ignore[no-untyped-def]
-    """Ask for keys `first, first + step, ...` of those that begin at `k_at[:count]`."""
-    line = 64 // k.itemsize
+def _prefetch_keys(src, item_size, at, first, step, count, head_stride, heads, dim):  # type: ignore[no-untyped-def]
+    """Ask for keys `first, first + step, ...` of those that begin at `at[:count]`."""
     for t in range(first, count, step):
         for h in range(heads):
-            for d in range(0, dim, line):
-                prefetch(k, k_at[t] + h * k_head_stride + d)
-                prefetch(v, v_at[t] + h * v_head_stride + d)
+            start = src + (at[t] + h * head_stride) * item_size
+            for line in range(0, dim * item_size, 64):
+                prefetch(start + line)
 
 
 @jit()
-def _dots(s, q, q_at, k, k_at, k_step, first, stop, dim, scale):  # type: ignore[no-untyped-def]
-    """s[t] = scale * (q . k_t) for first <= t < stop, four keys for each pass over q."""
-    row = q[q_at : q_at + dim]
-    t = first
-    while t + 4 <= stop:
-        at = k_at + t * k_step
-        k0, k1 = k[at : at + dim], k[at + k_step : at + k_step + dim]
-        at += 2 * k_step
-        k2, k3 = k[at : at + dim], k[at + k_step : at + k_step + dim]
-        s0, s1, s2, s3 = np.float32(0.0), np.float32(0.0), np.float32(0.0), np.float32(0.0)
-        for d in range(dim):
-            s0 += row[d] * k0[d]
-            s1 += row[d] * k1[d]
-            s2 += row[d] * k2[d]
-            s3 += row[d] * k3[d]
-        s[t], s[t + 1], s[t + 2], s[t + 3] = s0 * scale, s1 * scale, s2 * scale, s3 * scale
-        t += 4
-    while t < stop:
-        at = k_at + t * k_step
-        k0 = k[at : at + dim]
-        s0 = np.float32(0.0)
-        for d in range(dim):
-            s0 += row[d] * k0[d]
-        s[t] = s0 * scale
-        t += 1
+def _add_values(o, o_at, s, first, stop, v, v_at, v_step, width):  # type: ignore[no-untyped-def]
+    """o += sum_t s[t] v_t, over the whole width of a row."""
+    d = 0
+    while d + 64 <= width:
+        add_values_64(o, o_at + d, s, first, stop, v, v_at + d, v_step)
+        d += 64
+    while d < width:
+        add_values_16(o, o_at + d, s, first, stop, v, v_at + d, v_step)
+        d += 16
 
 
 @jit()
-def _add_values(o, o_at, s, v, v_at, v_step, first, stop, dim):  # type: ignore[no-untyped-def]
-    """o += sum_t s[t] v_t, four keys for each pass over o."""
-    row = o[o_at : o_at + dim]
-    t = first
-    while t + 4 <= stop:
-        at = v_at + t * v_step
-        v0, v1 = v[at : at + dim], v[at + v_step : at + v_step + dim]
-        at += 2 * v_step
-        v2, v3 = v[at : at + dim], v[at + v_step : at + v_step + dim]
-        p0, p1, p2, p3 = s[t], s[t + 1], s[t + 2], s[t + 3]
-        for d in range(dim):
-            row[d] += (p0 * v0[d] + p1 * v1[d]) + (p2 * v2[d] + p3 * v3[d])
-        t += 4
-    while t < stop:
-        at = v_at + t * v_step
-        v0 = v[at : at + dim]
-        for d in range(dim):
-            row[d] += s[t] * v0[d]
-        t += 1
-
-
-@jit()
-def _update_row(s, m, l, o, row, dim):  # type: ignore[no-untyped-def]  # noqa: E741
+def _update_row(s, m, l, o, row, width):  # type: ignore[no-untyped-def]  # noqa: E741
     """Online softmax: s becomes exp(s - m), and m, l, o of this row follow.
 
     All CHUNK entries are worked on, of which those that do not count are -inf: loops of constant
@@ -151,8 +129,8 @@ def _update_row(s, m, l, o, row, dim):  # type: ignore[no-untyped-def]  # noqa: 
         if l[row] != 0:
             rescale = exp(m[row] - top)
             l[row] *= rescale
-            for d in range(dim):
-                o[row * dim + d] *= rescale
+            for d in range(width):
+                o[row * width + d] *= rescale
         m[row] = top
     total = np.float32(0.0)
     for t in range(CHUNK):
@@ -165,15 +143,16 @@ def _update_row(s, m, l, o, row, dim):  # type: ignore[no-untyped-def]  # noqa: 
 
 
 @jit()
-def _find_bad_sequence(tables, block_size, num_blocks, stops):  # type: ignore[no-untyped-def]
+def _find_bad_sequence(tables, table_stride, block_size, num_blocks, max_blocks, stops):  # type: ignore[no-untyped-def]
     """First sequence of negative length or with a page which is not there, -1 if there is none."""
     for sequence in range(len(stops)):
         if stops[sequence] < 0:
             return sequence
         used = (stops[sequence] + block_size - 1) // block_size
-        if used > tables.shape[1]:
+        if used > max_blocks:
             return sequence
-        for page in tables[sequence, :used]:
+        for i in range(used):
+            page = tables[sequence * table_stride + i]
             if page < 0 or page >= num_blocks:
                 return sequence
     return -1
@@ -208,78 +187,97 @@ def _plan(lengths, seqlen_q, left, right, num_splits, split_size):  # type: igno
     return tasks, first_task
 
 
-@jit(parallel=True)
-def _run_tasks(  # type: ignore[no-untyped-def]
-    q, k, v, kind, k_strides, v_strides, tables, block_size, stops, leftpads, slopes,
-    shape, scale, left, right, softcap, tasks, m, l, o,  # noqa: E741
+@jit()
+def _run_task(  # type: ignore[no-untyped-def]
+    q, q_base, k, v, kind, k_strides, v_strides, pages, block_size, pad, diagonal, slopes,
+    slope_base, shape, width, scale, left, right, softcap, begin, end, m, l, o,  # noqa: E741
 ):  # fmt: skip
-    """Fill m, l, o of every task."""
+    """Keys `begin ... end` of one sequence, counted from its first valid one, into m, l and o."""
     seqlen_q, num_heads, num_kv_heads, dim = shape
     group = num_heads // num_kv_heads
-    step = num_kv_heads * dim
-    for task in numba.prange(tasks.shape[0]):
-        sequence, begin, end = tasks[task]
-        q_base = sequence * seqlen_q * num_heads * dim
-        m_task, l_task, o_task = m[task], l[task], o[task]
-        m_task[:] = _NEG_INF
-        l_task[:] = 0.0
-        o_task[:] = 0.0
-        k_chunk = np.empty(CHUNK * step, np.float32)
-        v_chunk = np.empty(CHUNK * step, np.float32)
-        k_at, v_at = np.empty(CHUNK, np.int64), np.empty(CHUNK, np.int64)
-        s = np.empty(CHUNK, np.float32)
-        pages = tables[sequence]
-        pad = leftpads[sequence]
-        diagonal = stops[sequence] - pad - seqlen_q
-        next_n = min(CHUNK, end - begin)
-        _addresses(k_at, v_at, k_strides, v_strides, pages, block_size, pad + begin, next_n)
-        for chunk in range(begin, end, CHUNK):
-            n = next_n
-            _load_chunk(k_chunk, k, kind, k_at, n, k_strides[2], num_kv_heads, dim)
-            _load_chunk(v_chunk, v, kind, v_at, n, v_strides[2], num_kv_heads, dim)
-            # From here on the scratch is read, and the next keys come in meanwhile.
-            next_n = max(0, min(CHUNK, end - chunk - CHUNK))
-            first = pad + chunk + CHUNK
-            _addresses(k_at, v_at, k_strides, v_strides, pages, block_size, first, next_n)
-            for i in range(seqlen_q):
-                first, stop = 0, n
-                if left >= 0:
-                    first = max(first, i + diagonal - left - chunk)
-                if right >= 0:
-                    stop = min(stop, i + diagonal + right + 1 - chunk)
-                if first >= stop:
-                    continue
-                for head in range(num_heads):
-                    if i == seqlen_q - 1:
+    step = num_kv_heads * width
+    item_size = 4 if kind == FLOAT32 else 2
+    m[:] = _NEG_INF
+    l[:] = 0.0
+    o[:] = 0.0
+    # Zeros, because what lies between dim and width must not count.
+    k_chunk = np.zeros(CHUNK * step, np.float32)
+    v_chunk = np.zeros(CHUNK * step, np.float32)
+    k_at, v_at = np.empty(CHUNK, np.int64), np.empty(CHUNK, np.int64)
+    s = np.empty(CHUNK, np.float32)
+    next_n = min(CHUNK, end - begin)
+    _addresses(k_at, v_at, k_strides, v_strides, pages, block_size, pad + begin, next_n)
+    for chunk in range(begin, end, CHUNK):
+        n = next_n
+        _load_chunk(k_chunk, k, kind, k_at, n, k_strides[2], num_kv_heads, dim, width)
+        _load_chunk(v_chunk, v, kind, v_at, n, v_strides[2], num_kv_heads, dim, width)
+        # From here on the scratch is read, and the next keys come in meanwhile.
+        next_n = max(0, min(CHUNK, end - chunk - CHUNK))
+        following = pad + chunk + CHUNK
+        _addresses(k_at, v_at, k_strides, v_strides, pages, block_size, following, next_n)
+        for i in range(seqlen_q):
+            first, stop = 0, n
+            if left >= 0:
+                first = max(first, i + diagonal - left - chunk)
+            if right >= 0:
+                stop = min(stop, i + diagonal + right + 1 - chunk)
+            if first >= stop:
+                continue
+            for head in range(num_heads):
+                if i == seqlen_q - 1:
+                    for src, at, strides in ((k, k_at, k_strides), (v, v_at, v_strides)):
                         _prefetch_keys(
-                            k, v, k_at, v_at, k_strides[2], v_strides[2], head, num_heads,
-                            next_n, num_kv_heads, dim,
+                            src, item_size, at, head, num_heads, next_n, strides[2],
+                            num_kv_heads, dim,
                         )  # fmt: skip
-                    at = (head // group) * dim
-                    row = i * num_heads + head
-                    if stop - first < CHUNK:
-                        s[:] = _NEG_INF
-                    _dots(s, q, q_base + row * dim, k_chunk, at, step, first, stop, dim, scale)
-                    if softcap > 0:
-                        for t in range(first, stop):
-                            s[t] = softcap * np.float32(math.tanh(s[t] / softcap))
-                    if slopes.shape[0] > 0:
-                        slope = slopes[sequence, head]
-                        for t in range(first, stop):
-                            s[t] -= slope * np.float32(abs(i + diagonal - (chunk + t)))
-                    _update_row(s, m_task, l_task, o_task, row, dim)
-                    _add_values(o_task, row * dim, s, v_chunk, at, step, first, stop, dim)
+                head_at = (head // group) * width
+                row = i * num_heads + head
+                # All keys of the scratch, loaded or not: what does not count goes next.
+                for t in range(0, n, LANES):
+                    dots(
+                        s, t, q, q_base + row * width, k_chunk, head_at + t * step, step,
+                        width, scale,
+                    )  # fmt: skip
+                if softcap > 0:
+                    for t in range(first, stop):
+                        s[t] = softcap * np.float32(math.tanh(s[t] / softcap))
+                if slope_base >= 0:
+                    slope = slopes[slope_base + head]
+                    for t in range(first, stop):
+                        s[t] -= slope * np.float32(abs(i + diagonal - (chunk + t)))
+                s[:first] = _NEG_INF
+                s[stop:] = _NEG_INF
+                _update_row(s, m, l, o, row, width)
+                _add_values(o, row * width, s, first, stop, v_chunk, head_at, step, width)
 
 
 @jit(parallel=True)
-def _combine_tasks(m, l, o, first_task, seqlen_q, num_heads, dim, out, lse):  # type: ignore[no-untyped-def]  # noqa: E741
-    """Join the tasks of each sequence: out `[batch, seqlen_q, heads, dim]`, lse `[batch, heads,
-    seqlen_q]`; a row that saw no key gives 0 and +inf."""
-    for sequence in numba.prange(first_task.shape[0] - 1):
+def _run_tasks(  # type: ignore[no-untyped-def]
+    q, k, v, kind, k_strides, v_strides, tables, table_stride, block_size, stops, leftpads,
+    slopes, slope_stride, shape, width, scale, left, right, softcap, tasks, m, l, o,  # noqa: E741
+):  # fmt: skip
+    """Fill m, l, o of every task. Rows of q and o are `width` apart, zeros behind `dim`."""
+    seqlen_q, num_heads, _, _ = shape
+    for task in numba.prange(tasks.shape[0]):
+        sequence, begin, end = tasks[task]
+        pad = leftpads[sequence]
+        _run_task(
+            q, sequence * seqlen_q * num_heads * width, k, v, kind, k_strides, v_strides,
+            tables[sequence * table_stride :], block_size, pad, stops[sequence] - pad - seqlen_q,
+            slopes, sequence * slope_stride if slope_stride >= 0 else -1, shape, width, scale,
+            left, right, softcap, begin, end, m[task], l[task], o[task],
+        )  # fmt: skip
+
+
+@jit()
+def _combine_tasks(m, l, o, first_task, shape, width, out, kind, lse):  # type: ignore[no-untyped-def]  # noqa: E741
+    """Join the tasks of each sequence; a row that saw no key gives 0 and +inf."""
+    seqlen_q, num_heads, _, dim = shape
+    rows = seqlen_q * num_heads
+    for sequence in range(first_task.shape[0] - 1):
         begin, end = first_task[sequence], first_task[sequence + 1]
-        for row in range(seqlen_q * num_heads):
-            i, head = row // num_heads, row % num_heads
-            result = out[sequence, i, head]
+        result = np.empty(width, np.float32)
+        for row in range(rows):
             result[:] = 0.0
             top = _NEG_INF
             for task in range(begin, end):
@@ -291,87 +289,66 @@ def _combine_tasks(m, l, o, first_task, seqlen_q, num_heads, dim, out, lse):  # 
                     weight = exp(m[task, row] - top)
                     total += weight * l[task, row]
                     for d in range(dim):
-                        result[d] += weight * o[task, row * dim + d]
+                        result[d] += weight * o[task, row * width + d]
+            i, head = row // num_heads, row % num_heads
+            at = (sequence * num_heads + head) * seqlen_q + i
             if total == 0:
-                lse[sequence, head, i] = np.inf
+                lse[at] = np.inf
             else:
-                lse[sequence, head, i] = top + np.float32(math.log(total))
+                lse[at] = top + np.float32(math.log(total))
                 for d in range(dim):
                     result[d] /= total
+            store_to(out, (sequence * rows + row) * dim, result, 0, dim, kind)
 
 
 @jit()
 def decode(  # type: ignore[no-untyped-def]
-    q,
-    k,
-    v,
-    kind,
-    k_strides,
-    v_strides,
-    tables,
-    block_size,
-    num_blocks,
-    stops,
-    leftpads,
-    slopes,
-    shape,
-    scale,
-    left,
-    right,
-    softcap,
-    num_splits,
-    split_size,
-    out,
-    lse,
-):
-    """Attention of q over the cache into out and lse.
+    q, k, v, kind, k_strides, v_strides, tables, table_stride, max_blocks, block_size, num_blocks,
+    seqlens, leftpads, slopes, slope_stride, batch, shape, scale, left, right, softcap,
+    num_splits, split_size, out, lse,
+):  # fmt: skip
+    """Attention of q over the cache into out and lse. Tensors come as addresses.
 
     Args:
-        q: float32, flat `[batch, seqlen_q, num_heads, dim]`.
-        k, v: float32, or the bits of bfloat16 or float16 as uint16 (see kind): all memory of the
-            cache; key t of page p and head h begins at `p, t, h` times k_strides.
-        tables: int32 `[batch, max_blocks]`.
-        stops, leftpads: int64 `[batch]`, positions after the last and of the first valid key.
-        slopes: float32 `[batch, num_heads]`, or of no rows.
+        q, out: `[batch, seqlen_q, num_heads, dim]`, contiguous, of dtype `kind`.
+        k, v: the cache, of dtype `kind`; key t of page p and head h begins at element
+            `p, t, h` times the strides.
+        tables: int32, the pages of sequence i from element `i * table_stride` on.
+        seqlens: int32 `[batch]`, position after the last key.
+        leftpads: int32 `[batch]`, position of the first key; 0 = all 0.
+        slopes: float32, those of sequence i from `i * slope_stride` on; slope_stride -1 = none.
         shape: (seqlen_q, num_heads, num_kv_heads, dim).
         left, right: window, -1 = unbounded. num_splits: 0 = keys per task from split_size.
-        out: float32 `[batch, seqlen_q, num_heads, dim]`; lse: float32
-            `[batch, num_heads, seqlen_q]`.
+        lse: float32 `[batch, num_heads, seqlen_q]`, contiguous.
 
     Returns:
         -1, or the index of a sequence of negative length or with a page which is not there (nothing
         is then done).
     """
-    bad = _find_bad_sequence(tables, block_size, num_blocks, stops)
+    stops = int32_at(seqlens, batch).astype(np.int64)
+    starts = np.zeros(batch, np.int64)
+    if leftpads != 0:
+        starts[:] = int32_at(leftpads, batch)
+        stops = np.maximum(stops, starts)
+    pages = int32_at(tables, batch * table_stride + max_blocks)
+    bad = _find_bad_sequence(pages, table_stride, block_size, num_blocks, max_blocks, stops)
     if bad >= 0:
         return bad
     seqlen_q, num_heads, _, dim = shape
-    tasks, first_task = _plan(stops - leftpads, seqlen_q, left, right, num_splits, split_size)
     rows = seqlen_q * num_heads
+    width = (dim + LANES - 1) // LANES * LANES
+    q_rows = np.zeros(batch * rows * width, np.float32)
+    for row in range(batch * rows):
+        load_from(q_rows, row * width, q, row * dim, dim, kind)
+    tasks, first_task = _plan(stops - starts, seqlen_q, left, right, num_splits, split_size)
     m = np.empty((len(tasks), rows), np.float32)
     l = np.empty((len(tasks), rows), np.float32)  # noqa: E741
-    o = np.empty((len(tasks), rows * dim), np.float32)
+    o = np.empty((len(tasks), rows * width), np.float32)
     _run_tasks(
-        q,
-        k,
-        v,
-        kind,
-        k_strides,
-        v_strides,
-        tables,
-        block_size,
-        stops,
-        leftpads,
-        slopes,
-        shape,
-        scale,
-        left,
-        right,
-        softcap,
-        tasks,
-        m,
-        l,
-        o,
-    )
-    _combine_tasks(m, l, o, first_task, seqlen_q, num_heads, dim, out, lse)
+        q_rows, k, v, kind, k_strides, v_strides, pages, table_stride, block_size, stops, starts,
+        float32_at(slopes, batch * num_heads), slope_stride, shape, width, scale, left, right,
+        softcap, tasks, m, l, o,
+    )  # fmt: skip
+    lse_rows = float32_at(lse, batch * rows)
+    _combine_tasks(m, l, o, first_task, shape, width, out, kind, lse_rows)
     return -1

@@ -86,13 +86,35 @@ def load(dst, dst_at, src, src_at, n, kind):  # type: ignore[no-untyped-def]
             y[i] = np.uint32(bits).view(np.float32)
 
 
+@jit(inline="always")
+def _half_bits(bits):  # type: ignore[no-untyped-def]
+    """float16 bits of float32 bits, rounded to nearest, ties to even."""
+    sign = (bits >> np.uint32(16)) & np.uint32(0x8000)
+    magnitude = bits & np.uint32(0x7FFFFFFF)
+    if magnitude > np.uint32(0x7F800000):
+        half = np.uint32(0x7E00)  # NaN
+    elif magnitude >= np.uint32(0x477FF000):
+        half = np.uint32(0x7C00)  # rounds to 65536 or more: infinity
+    elif magnitude < np.uint32(0x38800000):
+        # Below the smallest normal half: adding 0.5 leaves its steps of 2^-24 in the low bits.
+        value = np.uint32(magnitude).view(np.float32) + np.float32(0.5)
+        half = np.float32(value).view(np.uint32) - np.uint32(0x3F000000)
+    else:
+        odd = (magnitude >> np.uint32(13)) & np.uint32(1)
+        half = (magnitude - np.uint32(0x38000000) + np.uint32(0xFFF) + odd) >> np.uint32(13)
+    return np.uint16(sign | half)
+
+
 @jit()
 def store(dst, dst_at, src, src_at, n, kind):  # type: ignore[no-untyped-def]
-    """n float32 values to float32 or bfloat16, rounded to nearest, ties to even."""
+    """n float32 values to their dtype, rounded to nearest, ties to even."""
     x, y = src[src_at : src_at + n], dst[dst_at : dst_at + n]
     if kind == FLOAT32:
         for i in range(n):
             y[i] = x[i]
+    elif kind == FLOAT16:
+        for i in range(n):
+            y[i] = _half_bits(np.float32(x[i]).view(np.uint32))
     else:
         for i in range(n):
             bits = np.float32(x[i]).view(np.uint32)
@@ -100,27 +122,6 @@ def store(dst, dst_at, src, src_at, n, kind):  # type: ignore[no-untyped-def]
             rounded = (bits + np.uint32(0x7FFF) + even) >> np.uint32(16)
             is_nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
             y[i] = np.uint16(0x7FC0) if is_nan else np.uint16(rounded)
-
-
-@intrinsic
-def prefetch(typing_context, array, index):  # type: ignore[no-untyped-def]
-    """Ask for the cache line of array[index], to be read soon; the index is not checked."""
-
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        byte_pointer, i32 = ir.PointerType(ir.IntType(8)), ir.IntType(32)
-        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        pointer = builder.bitcast(builder.gep(data, [arguments[1]]), byte_pointer)
-        function = cgutils.get_or_insert_function(
-            builder.module,
-            ir.FunctionType(ir.VoidType(), [byte_pointer, i32, i32, i32]),
-            "llvm.prefetch.p0",
-        )
-        for_reading, into_all_caches, data_cache = 0, 3, 1
-        flags = (ir.Constant(i32, n) for n in (for_reading, into_all_caches, data_cache))
-        builder.call(function, [pointer, *flags])
-        return context.get_dummy_value()
-
-    return types.void(array, types.int64), generate
 
 
 # Tensors may also come as addresses: that costs less than a numpy array for each of them, and one
@@ -138,27 +139,64 @@ def _pointer(typing_context, address):  # type: ignore[no-untyped-def]
 
 
 @jit()
-def load_from(dst, address, at, n, kind):  # type: ignore[no-untyped-def]
-    """`dst[:n]` = n values from the element `at` on of the memory at `address`, as float32."""
-    if kind == FLOAT32:
-        load(dst, 0, numba.carray(_pointer(address), at + n, dtype=np.float32), at, n, kind)
-    else:
-        load(dst, 0, numba.carray(_pointer(address), at + n, dtype=np.uint16), at, n, kind)
+def float32_at(address, n):  # type: ignore[no-untyped-def]
+    """n float32 values at an address, as an array."""
+    return numba.carray(_pointer(address), n, dtype=np.float32)
 
 
 @jit()
-def store_to(address, at, src, n, kind):  # type: ignore[no-untyped-def]
-    """The inverse of `load_from`, for float32 and bfloat16."""
+def int32_at(address, n):  # type: ignore[no-untyped-def]
+    """n int32 values at an address, as an array."""
+    return numba.carray(_pointer(address), n, dtype=np.int32)
+
+
+@jit()
+def bits_at(address, n):  # type: ignore[no-untyped-def]
+    """n 16-bit words at an address, as an array."""
+    return numba.carray(_pointer(address), n, dtype=np.uint16)
+
+
+@jit()
+def load_from(dst, dst_at, address, at, n, kind):  # type: ignore[no-untyped-def]
+    """`dst[dst_at:][:n]` = n values from element `at` of the memory at `address`, as float32."""
     if kind == FLOAT32:
-        store(numba.carray(_pointer(address), at + n, dtype=np.float32), at, src, 0, n, kind)
+        load(dst, dst_at, float32_at(address, at + n), at, n, kind)
     else:
-        store(numba.carray(_pointer(address), at + n, dtype=np.uint16), at, src, 0, n, kind)
+        load(dst, dst_at, bits_at(address, at + n), at, n, kind)
+
+
+@jit()
+def store_to(address, at, src, src_at, n, kind):  # type: ignore[no-untyped-def]
+    """The inverse of `load_from`."""
+    if kind == FLOAT32:
+        store(float32_at(address, at + n), at, src, src_at, n, kind)
+    else:
+        store(bits_at(address, at + n), at, src, src_at, n, kind)
 
 
 @jit()
 def copy_bits(dst, dst_at, src, src_at, n):  # type: ignore[no-untyped-def]
     """Copy n 16-bit words between addresses."""
-    x = numba.carray(_pointer(src), src_at + n, dtype=np.uint16)[src_at:]
-    y = numba.carray(_pointer(dst), dst_at + n, dtype=np.uint16)[dst_at:]
+    x, y = bits_at(src, src_at + n)[src_at:], bits_at(dst, dst_at + n)[dst_at:]
     for i in range(n):
         y[i] = x[i]
+
+
+@intrinsic
+def prefetch(typing_context, address):  # type: ignore[no-untyped-def]
+    """Ask for the cache line at an address, to be read soon. Any address will do."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        i32 = ir.IntType(32)
+        pointer = builder.inttoptr(arguments[0], cgutils.voidptr_t)
+        function = cgutils.get_or_insert_function(
+            builder.module,
+            ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, i32, i32, i32]),
+            "llvm.prefetch.p0",
+        )
+        for_reading, into_all_caches, data_cache = 0, 3, 1
+        flags = (ir.Constant(i32, n) for n in (for_reading, into_all_caches, data_cache))
+        builder.call(function, [pointer, *flags])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate

@@ -13,9 +13,7 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
 logger = logging.getLogger("flashpage")
 
@@ -73,16 +71,3 @@ def call(kernel: Any, threads: int, *args: object) -> Any:
                 time.perf_counter() - start,
             )
     return result
-
-
-def flat(x: Tensor) -> np.ndarray:
-    """All memory between the first and the last element of x as one contiguous array.
-
-    float32, or the bits of 16-bit floats as uint16.
-    """
-    if x.is_contiguous():
-        x = x.view(-1)
-    else:
-        extent = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
-        x = torch.as_strided(x, (extent,), (1,), x.storage_offset())
-    return x.numpy() if x.dtype == torch.float32 else x.view(torch.uint16).numpy()
