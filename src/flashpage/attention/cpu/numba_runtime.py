@@ -61,13 +61,21 @@ def call(kernel: Any, threads: int, *args: object) -> Any:
         numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
         _current.threads = threads
     with _lock:
-        known = len(kernel.overloads)
-        start = time.perf_counter()
+        return kernel(*args) if kernel.overloads else _first_call(kernel, *args)
+
+
+def _first_call(kernel: Any, *args: object) -> Any:
+    """Call a kernel that is not loaded yet: from disk in no time, or compiled, with a word."""
+    name = f"flashpage's CPU kernel '{kernel.__name__}'"
+    notice = threading.Timer(1.0, logger.warning, ("compiling %s (once, some seconds) ...", name))
+    notice.daemon = True
+    notice.start()
+    start = time.perf_counter()
+    try:
         result = kernel(*args)
-        if len(kernel.overloads) > known and sum(kernel.stats.cache_misses.values()):
-            logger.warning(
-                "flashpage compiled its CPU kernel '%s' in %.1f s (once; kept on disk)",
-                kernel.__name__,
-                time.perf_counter() - start,
-            )
+    finally:
+        notice.cancel()
+    if sum(kernel.stats.cache_misses.values()):
+        seconds = time.perf_counter() - start
+        logger.warning("compiled %s in %.1f s; kept on disk", name, seconds)
     return result
