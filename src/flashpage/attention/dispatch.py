@@ -22,8 +22,39 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+@dataclass(frozen=True)
+class AttentionInputs:
+    """The data of a forward or backward; shapes as in `ops`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    block_table: Tensor | None
+    alibi_slopes: Tensor | None
+    rng_state: Tensor | None
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+
+@dataclass(frozen=True)
+class DecodeInputs:
+    """The data of a decode; shapes as in `functional.flash_attn_with_kvcache`, new keys stored."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    cache_seqlens: Tensor
+    block_table: Tensor | None
+    cache_batch_idx: Tensor | None
+    cache_leftpad: Tensor | None
+    alibi_slopes: Tensor | None
+    num_splits: int
+
+
 class Backend(Protocol):
-    """What a backend implements. Tensors as in `ops`, which documents shapes and dtypes."""
+    """What a backend implements."""
 
     name: str
 
@@ -31,55 +62,23 @@ class Backend(Protocol):
         """None if this backend can serve `function` of the problem, else the reason."""
 
     def forward(
-        self,
-        problem: Problem,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        cu_seqlens_q: Tensor | None,
-        cu_seqlens_k: Tensor | None,
-        block_table: Tensor | None,
-        alibi_slopes: Tensor | None,
-        rng_state: Tensor | None,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        return_s_dmask: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
+        self, problem: Problem, inputs: AttentionInputs, return_s_dmask: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`(out, softmax_lse, s_dmask)`, fresh and contiguous."""
 
     def backward(
         self,
         problem: Problem,
+        inputs: AttentionInputs,
         dout: Tensor,
         dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
         out: Tensor,
         softmax_lse: Tensor,
-        *,
-        cu_seqlens_q: Tensor | None,
-        cu_seqlens_k: Tensor | None,
-        alibi_slopes: Tensor | None,
-        rng_state: Tensor | None,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`(dq, dk, dv)`, fresh and contiguous."""
 
-    def decode(
-        self,
-        problem: Problem,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        cache_seqlens: Tensor,
-        *,
-        block_table: Tensor | None,
-        cache_batch_idx: Tensor | None,
-        cache_leftpad: Tensor | None,
-        alibi_slopes: Tensor | None,
-        num_splits: int,
-    ) -> tuple[Tensor, Tensor]: ...
+    def decode(self, problem: Problem, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
+        """`(out, softmax_lse)`, fresh and contiguous."""
 
 
 def _cpu_numba() -> Backend:

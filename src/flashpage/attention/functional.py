@@ -380,13 +380,13 @@ def flash_attn_with_kvcache(
     rules.check_rank("q", q, 4, "(batch, seqlen_q, num_q_heads, head_dim)")
     batch, _, num_q_heads, head_dim = q.shape
     rules.check_batch(batch)
-    capacity = _check_cache(q, k_cache, v_cache, cache_batch_idx, cache_leftpad, block_table)
+    capacity = rules.check_cache(q, k_cache, v_cache, cache_batch_idx, cache_leftpad, block_table)
     rules.check_alibi(alibi_slopes, q, batch, num_q_heads)
     rules.check_num_splits(num_splits)
     rules.check_softcap_and_dropout(softcap, 0.0)
     scale = rules.resolve_scale(softmax_scale, head_dim)
     left, right = rules.resolve_window(window_size, causal)
-    seqlens = _resolve_cache_seqlens(q, cache_seqlens, capacity)
+    seqlens = rules.resolve_cache_seqlens(q, cache_seqlens, capacity)
 
     q, k_cache, v_cache = _last_contiguous(q.detach()), k_cache.detach(), v_cache.detach()
     if k is None and v is not None:
@@ -405,8 +405,8 @@ def flash_attn_with_kvcache(
             raise ArgumentError(
                 "If key is supplied, seqlens_k must also be passed in: got k but no cache_seqlens"
             )
-        _check_new_tokens(q, k, v, k_cache, capacity)
-        _check_rotary(rotary_cos, rotary_sin, head_dim, capacity)
+        rules.check_new_tokens(q, k, v, k_cache, capacity)
+        rules.check_rotary(rotary_cos, rotary_sin, head_dim, capacity)
         rotated = torch.ops.flashpage.append_kv(
             q,
             k.detach(),
@@ -507,106 +507,3 @@ def _attention(
         return_attn_probs and dropout_p > 0.0,
     )
     return (out, softmax_lse, s_dmask) if return_attn_probs else out
-
-
-def _check_cache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    cache_batch_idx: Tensor | None,
-    cache_leftpad: Tensor | None,
-    block_table: Tensor | None,
-) -> int:
-    """Check the cache and what addresses it; returns its capacity in tokens per sequence."""
-    batch, _, num_q_heads, head_dim = q.shape
-    paged = block_table is not None
-    meaning = f"({'num_blocks, block_size' if paged else 'batch, seqlen'}, num_kv_heads, head_dim)"
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        rules.check_rank(name, cache, 4, meaning)
-        if cache.stride(-1) != 1 and head_dim > 1:
-            raise ArgumentError(
-                f"{name} must have contiguous last dimension: it is written in place and never "
-                f"copied; got strides {cache.stride()}"
-            )
-    rules.check_heads(num_q_heads, k_cache.shape[2], head_dim)
-    rows = k_cache.shape[0] if paged or cache_batch_idx is not None else batch
-    shape = (rows, *k_cache.shape[1:3], head_dim)
-    rules.check_shape("k_cache", k_cache, shape, meaning)
-    rules.check_shape("v_cache", v_cache, shape, meaning)
-    for name, index in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
-        if index is None:
-            continue
-        rules.check_int32(name, index)
-        rules.check_device(q, **{name: index})
-        rules.check_shape(name, index, (batch,), "(batch,)")
-    if block_table is None:
-        return k_cache.shape[1]
-    if cache_batch_idx is not None:
-        raise ArgumentError(
-            "Paged KVcache does not support cache_batch_idx: give each sequence its row of "
-            "block_table instead"
-        )
-    if cache_leftpad is not None:
-        raise ArgumentError(
-            "We don't support Paged KV and leftpad_k running at the same time yet: got both "
-            "block_table and cache_leftpad"
-        )
-    rules.check_pages("k_cache", k_cache)
-    rules.check_block_table(block_table, q, batch)
-    return block_table.shape[1] * k_cache.shape[1]
-
-
-def _resolve_cache_seqlens(q: Tensor, cache_seqlens: int | Tensor | None, capacity: int) -> Tensor:
-    """int32 `[batch]` on the device of q."""
-    batch = q.shape[0]
-    if isinstance(cache_seqlens, Tensor):
-        if cache_seqlens.dtype != torch.int32:
-            raise ArgumentError(
-                f"seqlens_k must have dtype int32: cache_seqlens is {cache_seqlens.dtype}"
-            )
-        rules.check_device(q, cache_seqlens=cache_seqlens)
-        rules.check_shape("cache_seqlens", cache_seqlens, (batch,), "(batch,)")
-        return cache_seqlens
-    length = capacity if cache_seqlens is None else int(cache_seqlens)
-    if not 0 <= length <= capacity:
-        raise ArgumentError(
-            f"cache_seqlens must be between 0 and the capacity of the cache ({capacity}), "
-            f"got {length}"
-        )
-    return torch.full((batch,), length, dtype=torch.int32, device=q.device)
-
-
-def _check_new_tokens(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, capacity: int) -> None:
-    meaning = "(batch, seqlen_new, num_kv_heads, head_dim)"
-    rules.check_rank("k", k, 4, meaning)
-    shape = (q.shape[0], k.shape[1], k_cache.shape[2], q.shape[3])
-    rules.check_shape("k", k, shape, meaning)
-    rules.check_shape("v", v, shape, meaning)
-    if k.shape[1] > capacity:
-        raise ArgumentError(
-            "If key is supplied, it must have seqlen <= the seqlen of the KV cache: got "
-            f"{k.shape[1]} new tokens for a cache of {capacity}"
-        )
-
-
-def _check_rotary(
-    rotary_cos: Tensor | None, rotary_sin: Tensor | None, head_dim: int, capacity: int
-) -> None:
-    if rotary_cos is None or rotary_sin is None:
-        return
-    rules.check_rank("rotary_cos", rotary_cos, 2, "(seqlen_rotary, rotary_dim / 2)")
-    rules.check_shape("rotary_sin", rotary_sin, tuple(rotary_cos.shape), "that of rotary_cos")
-    for name, x in (("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin)):
-        if not x.is_contiguous():
-            raise ArgumentError(f"{name} must be contiguous, got strides {x.stride()}")
-    rotary_dim = 2 * rotary_cos.shape[1]
-    if rotary_dim > head_dim:
-        raise ArgumentError(
-            f"rotary_dim must be <= headdim: rotary_cos has {rotary_cos.shape[1]} columns, so "
-            f"rotary_dim = {rotary_dim}, but head_dim = {head_dim}"
-        )
-    if rotary_cos.shape[0] < capacity:
-        raise ArgumentError(
-            "cos/sin seqlen must be at least the seqlen of KV cache: rotary_cos has "
-            f"{rotary_cos.shape[0]} rows for a cache of {capacity}"
-        )

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from flashpage.attention import dispatch
-from flashpage.attention.problem import Layout, Problem
+from flashpage.attention.dispatch import AttentionInputs, DecodeInputs
+from flashpage.attention.problem import Layout, Problem, round128
 from flashpage.errors import UnsupportedError
 
 _OPTIONS = "float softmax_scale, int window_left, int window_right, float softcap, float dropout_p"
@@ -56,11 +57,6 @@ torch.library.define(
     "flashpage::store_kv",
     "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping) -> ()",
 )
-
-
-def round128(n: int) -> int:
-    """The side of `S_dmask` that holds n rows or columns."""
-    return (n + 127) // 128 * 128
 
 
 # ---------------------------------------------------------------------------------------------
@@ -130,20 +126,19 @@ def _forward(
         dropout_p,
         deterministic,
     )
-    return dispatch.choose(problem, "forward").forward(
-        problem,
+    inputs = AttentionInputs(
         q,
         k,
         v,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        block_table=block_table,
-        alibi_slopes=alibi_slopes,
-        rng_state=rng_state,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        return_s_dmask=return_s_dmask,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        block_table,
+        alibi_slopes,
+        rng_state,
+        max_seqlen_q,
+        max_seqlen_k,
     )
+    return dispatch.choose(problem, "forward").forward(problem, inputs, return_s_dmask)
 
 
 @torch.library.register_fake("flashpage::forward")
@@ -215,22 +210,20 @@ def _backward(
         dropout_p,
         deterministic,
     )
-    return dispatch.choose(problem, "backward").backward(
-        problem,
-        dout,
-        dlse,
+    inputs = AttentionInputs(
         q,
         k,
         v,
-        out,
-        softmax_lse,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        alibi_slopes=alibi_slopes,
-        rng_state=rng_state,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        None,
+        alibi_slopes,
+        rng_state,
+        max_seqlen_q,
+        max_seqlen_k,
     )
+    backend = dispatch.choose(problem, "backward")
+    return backend.backward(problem, inputs, dout, dlse, out, softmax_lse)
 
 
 @torch.library.register_fake("flashpage::backward")
@@ -320,18 +313,18 @@ def _decode(
         window_right,
         softcap,
     )
-    return dispatch.choose(problem, "decode").decode(
-        problem,
+    inputs = DecodeInputs(
         q,
         k_cache,
         v_cache,
         cache_seqlens,
-        block_table=block_table,
-        cache_batch_idx=cache_batch_idx,
-        cache_leftpad=cache_leftpad,
-        alibi_slopes=alibi_slopes,
-        num_splits=num_splits,
+        block_table,
+        cache_batch_idx,
+        cache_leftpad,
+        alibi_slopes,
+        num_splits,
     )
+    return dispatch.choose(problem, "decode").decode(problem, inputs)
 
 
 @torch.library.register_fake("flashpage::decode")

@@ -59,6 +59,11 @@ class Problem:
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
 
+def round128(n: int) -> int:
+    """The side of `S_dmask` that holds n rows or columns."""
+    return (n + 127) // 128 * 128
+
+
 # ---------------------------------------------------------------------------------------------
 # Scalars
 # ---------------------------------------------------------------------------------------------
@@ -212,4 +217,112 @@ def check_pages(name: str, pages: Tensor) -> None:
         raise ArgumentError(
             f"{name} must hold at least one page of at least one token, as (num_blocks, "
             f"block_size, num_kv_heads, head_dim), got {tuple(pages.shape)}"
+        )
+
+
+# ---------------------------------------------------------------------------------------------
+# The cache
+# ---------------------------------------------------------------------------------------------
+
+
+def check_cache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_batch_idx: Tensor | None,
+    cache_leftpad: Tensor | None,
+    block_table: Tensor | None,
+) -> int:
+    """Check the cache and what addresses it; returns its capacity in tokens per sequence."""
+    batch, _, num_q_heads, head_dim = q.shape
+    paged = block_table is not None
+    meaning = f"({'num_blocks, block_size' if paged else 'batch, seqlen'}, num_kv_heads, head_dim)"
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        check_rank(name, cache, 4, meaning)
+        if cache.stride(-1) != 1 and head_dim > 1:
+            raise ArgumentError(
+                f"{name} must have contiguous last dimension: it is written in place and never "
+                f"copied; got strides {cache.stride()}"
+            )
+    check_heads(num_q_heads, k_cache.shape[2], head_dim)
+    rows = k_cache.shape[0] if paged or cache_batch_idx is not None else batch
+    shape = (rows, *k_cache.shape[1:3], head_dim)
+    check_shape("k_cache", k_cache, shape, meaning)
+    check_shape("v_cache", v_cache, shape, meaning)
+    for name, index in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
+        if index is None:
+            continue
+        check_int32(name, index)
+        check_device(q, **{name: index})
+        check_shape(name, index, (batch,), "(batch,)")
+    if block_table is None:
+        return k_cache.shape[1]
+    if cache_batch_idx is not None:
+        raise ArgumentError(
+            "Paged KVcache does not support cache_batch_idx: give each sequence its row of "
+            "block_table instead"
+        )
+    if cache_leftpad is not None:
+        raise ArgumentError(
+            "We don't support Paged KV and leftpad_k running at the same time yet: got both "
+            "block_table and cache_leftpad"
+        )
+    check_pages("k_cache", k_cache)
+    check_block_table(block_table, q, batch)
+    return block_table.shape[1] * k_cache.shape[1]
+
+
+def resolve_cache_seqlens(q: Tensor, cache_seqlens: int | Tensor | None, capacity: int) -> Tensor:
+    """int32 `[batch]` on the device of q."""
+    batch = q.shape[0]
+    if isinstance(cache_seqlens, Tensor):
+        if cache_seqlens.dtype != torch.int32:
+            raise ArgumentError(
+                f"seqlens_k must have dtype int32: cache_seqlens is {cache_seqlens.dtype}"
+            )
+        check_device(q, cache_seqlens=cache_seqlens)
+        check_shape("cache_seqlens", cache_seqlens, (batch,), "(batch,)")
+        return cache_seqlens
+    length = capacity if cache_seqlens is None else int(cache_seqlens)
+    if not 0 <= length <= capacity:
+        raise ArgumentError(
+            f"cache_seqlens must be between 0 and the capacity of the cache ({capacity}), "
+            f"got {length}"
+        )
+    return torch.full((batch,), length, dtype=torch.int32, device=q.device)
+
+
+def check_new_tokens(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, capacity: int) -> None:
+    meaning = "(batch, seqlen_new, num_kv_heads, head_dim)"
+    check_rank("k", k, 4, meaning)
+    shape = (q.shape[0], k.shape[1], k_cache.shape[2], q.shape[3])
+    check_shape("k", k, shape, meaning)
+    check_shape("v", v, shape, meaning)
+    if k.shape[1] > capacity:
+        raise ArgumentError(
+            "If key is supplied, it must have seqlen <= the seqlen of the KV cache: got "
+            f"{k.shape[1]} new tokens for a cache of {capacity}"
+        )
+
+
+def check_rotary(
+    rotary_cos: Tensor | None, rotary_sin: Tensor | None, head_dim: int, capacity: int
+) -> None:
+    if rotary_cos is None or rotary_sin is None:
+        return
+    check_rank("rotary_cos", rotary_cos, 2, "(seqlen_rotary, rotary_dim / 2)")
+    check_shape("rotary_sin", rotary_sin, tuple(rotary_cos.shape), "that of rotary_cos")
+    for name, x in (("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin)):
+        if not x.is_contiguous():
+            raise ArgumentError(f"{name} must be contiguous, got strides {x.stride()}")
+    rotary_dim = 2 * rotary_cos.shape[1]
+    if rotary_dim > head_dim:
+        raise ArgumentError(
+            f"rotary_dim must be <= headdim: rotary_cos has {rotary_cos.shape[1]} columns, so "
+            f"rotary_dim = {rotary_dim}, but head_dim = {head_dim}"
+        )
+    if rotary_cos.shape[0] < capacity:
+        raise ArgumentError(
+            "cos/sin seqlen must be at least the seqlen of KV cache: rotary_cos has "
+            f"{rotary_cos.shape[0]} rows for a cache of {capacity}"
         )

@@ -19,8 +19,8 @@ from flashpage.attention.cpu.segments import (
     segment_slopes,
     varlen_segments,
 )
-from flashpage.attention.ops import round128
-from flashpage.attention.problem import FLOAT_DTYPES, Function, Problem
+from flashpage.attention.dispatch import AttentionInputs, DecodeInputs
+from flashpage.attention.problem import FLOAT_DTYPES, Function, Problem, round128
 from flashpage.errors import ArgumentError
 
 
@@ -39,128 +39,91 @@ class TorchBackend:
         return None
 
     def forward(
-        self,
-        problem: Problem,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        cu_seqlens_q: Tensor | None,
-        cu_seqlens_k: Tensor | None,
-        block_table: Tensor | None,
-        alibi_slopes: Tensor | None,
-        rng_state: Tensor | None,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        return_s_dmask: bool,
+        self, problem: Problem, inputs: AttentionInputs, return_s_dmask: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        s_dmask = q.new_empty(0)
-        if cu_seqlens_q is None or cu_seqlens_k is None:
-            slopes = segment_slopes(alibi_slopes, 0, q.shape[0])
-            out, lse = _attend(problem, q, k, v, slopes, rng_state, 0)
+        x = inputs
+        if x.cu_seqlens_q is None:
+            piece = _piece(problem, x.q, x.k, segment_slopes(x.alibi_slopes, 0, len(x.q)), x, 0)
+            out, lse = _attend(piece, x.q, x.k, x.v)
+            s_dmask = x.q.new_empty(0)
             if return_s_dmask:
-                sides = (round128(q.shape[1]), round128(k.shape[1]))
-                s_dmask = q.new_zeros(q.shape[0], q.shape[2], *sides)
-                blocks.s_dmask(q, k, _piece(problem, q, k, slopes, rng_state, 0), s_dmask)
+                sides = (round128(x.q.shape[1]), round128(x.k.shape[1]))
+                s_dmask = x.q.new_zeros(x.q.shape[0], x.q.shape[2], *sides)
+                blocks.s_dmask(x.q, x.k, piece, s_dmask)
             return out.contiguous(), lse.contiguous(), s_dmask
 
-        out = torch.zeros(q.shape, dtype=q.dtype)
-        lse = torch.full((q.shape[1], q.shape[0]), torch.inf, dtype=problem.lse_dtype)
-        segments = _segments(q, k, cu_seqlens_q, cu_seqlens_k, block_table)
+        out = torch.zeros(x.q.shape, dtype=x.q.dtype)
+        lse = torch.full((x.q.shape[1], x.q.shape[0]), torch.inf, dtype=problem.lse_dtype)
+        s_dmask = x.q.new_empty(0)
         if return_s_dmask:
-            batch = cu_seqlens_q.shape[0] - 1
-            sides = (round128(max_seqlen_q), round128(max_seqlen_k))
-            s_dmask = q.new_zeros(batch, q.shape[1], *sides)
-        for s in segments:
-            q_s, k_s, v_s = s.q_rows(q), *_keys(s, k, v, block_table)
-            slopes = s.slopes(alibi_slopes)
-            out_s, lse_s = _attend(problem, q_s, k_s, v_s, slopes, rng_state, s.first)
+            sides = (round128(x.max_seqlen_q), round128(x.max_seqlen_k))
+            s_dmask = x.q.new_zeros(len(x.cu_seqlens_q) - 1, x.q.shape[1], *sides)
+        for s in _segments(x):
+            q, (k, v) = s.q_rows(x.q), _keys(s, x)
+            piece = _piece(problem, q, k, s.slopes(x.alibi_slopes), x, s.first)
+            out_s, lse_s = _attend(piece, q, k, v)
             s.q_rows(out).copy_(out_s)
             s.lse_rows(lse).copy_(lse_s)
             if return_s_dmask:
-                _check_bounds(s, max_seqlen_q, max_seqlen_k)
-                piece = _piece(problem, q_s, k_s, slopes, rng_state, s.first)
-                blocks.s_dmask(q_s, k_s, piece, s_dmask[s.first : s.first + s.count])
+                _check_bounds(s, x)
+                blocks.s_dmask(q, k, piece, s_dmask[s.first : s.first + s.count])
         return out, lse, s_dmask
 
     def backward(
         self,
         problem: Problem,
+        inputs: AttentionInputs,
         dout: Tensor,
         dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
         out: Tensor,
         softmax_lse: Tensor,
-        *,
-        cu_seqlens_q: Tensor | None,
-        cu_seqlens_k: Tensor | None,
-        alibi_slopes: Tensor | None,
-        rng_state: Tensor | None,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if cu_seqlens_q is None or cu_seqlens_k is None:
-            slopes = segment_slopes(alibi_slopes, 0, q.shape[0])
-            grads = _attend_backward(
-                problem, dout, dlse, q, k, v, out, softmax_lse, slopes, rng_state, 0
-            )
-            dq, dk, dv = (x.contiguous() for x in grads)
+        x = inputs
+        if x.cu_seqlens_q is None:
+            piece = _piece(problem, x.q, x.k, segment_slopes(x.alibi_slopes, 0, len(x.q)), x, 0)
+            grads = _attend_backward(piece, dout, dlse, x.q, x.k, x.v, out, softmax_lse)
+            dq, dk, dv = (grad.contiguous() for grad in grads)
             return dq, dk, dv
-        dq, dk, dv = (torch.zeros(x.shape, dtype=x.dtype) for x in (q, k, v))
-        for s in _segments(q, k, cu_seqlens_q, cu_seqlens_k, None):
+        dq, dk, dv = (torch.zeros(t.shape, dtype=t.dtype) for t in (x.q, x.k, x.v))
+        for s in _segments(x):
+            q, k, v = s.q_rows(x.q), s.k_rows(x.k), s.k_rows(x.v)
             grads = _attend_backward(
-                problem,
+                _piece(problem, q, k, s.slopes(x.alibi_slopes), x, s.first),
                 s.q_rows(dout),
                 None if dlse is None else s.lse_rows(dlse),
-                s.q_rows(q),
-                s.k_rows(k),
-                s.k_rows(v),
+                q,
+                k,
+                v,
                 s.q_rows(out),
                 s.lse_rows(softmax_lse),
-                s.slopes(alibi_slopes),
-                rng_state,
-                s.first,
             )
             s.q_rows(dq).copy_(grads[0])
             s.k_rows(dk).copy_(grads[1])
             s.k_rows(dv).copy_(grads[2])
         return dq, dk, dv
 
-    def decode(
-        self,
-        problem: Problem,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        cache_seqlens: Tensor,
-        *,
-        block_table: Tensor | None,
-        cache_batch_idx: Tensor | None,
-        cache_leftpad: Tensor | None,
-        alibi_slopes: Tensor | None,
-        num_splits: int,
-    ) -> tuple[Tensor, Tensor]:
+    def decode(self, problem: Problem, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
         # One sequence at a time over exactly its keys: unused slots are never touched, and
         # splitting would change nothing.
-        stops = checked_lengths(k_cache, cache_seqlens, block_table)
-        rows = checked_rows(q.shape[0], k_cache, cache_batch_idx)
-        starts = checked_leftpad(cache_leftpad, len(stops))
-        out = torch.zeros(q.shape, dtype=q.dtype)
-        lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), torch.inf, dtype=problem.lse_dtype)
+        x = inputs
+        batch, seqlen_q, num_heads, _ = x.q.shape
+        stops = checked_lengths(x.k_cache, x.cache_seqlens, x.block_table)
+        rows = checked_rows(batch, x.k_cache, x.cache_batch_idx)
+        starts = checked_leftpad(x.cache_leftpad, batch)
+        out = torch.zeros(x.q.shape, dtype=x.q.dtype)
+        lse = torch.full((batch, num_heads, seqlen_q), torch.inf, dtype=problem.lse_dtype)
         for i, (row, start, stop) in enumerate(zip(rows, starts, stops, strict=True)):
             if start >= stop:
                 continue
-            if block_table is None:
-                k_i, v_i = (cache[row : row + 1, start:stop] for cache in (k_cache, v_cache))
+            if x.block_table is None:
+                k, v = (cache[row : row + 1, start:stop] for cache in (x.k_cache, x.v_cache))
             else:
-                table = block_table[i : i + 1]
-                k_i, v_i = (gather_pages(cache, table, stop) for cache in (k_cache, v_cache))
-            slopes = segment_slopes(alibi_slopes, i, 1)
-            out[i], lse[i] = (
-                x[0] for x in _attend(problem, q[i : i + 1], k_i, v_i, slopes, None, i)
-            )
+                table = x.block_table[i : i + 1]
+                k, v = (gather_pages(cache, table, stop) for cache in (x.k_cache, x.v_cache))
+            q = x.q[i : i + 1]
+            slopes = segment_slopes(x.alibi_slopes, i, 1)
+            piece = blocks.Piece(problem, seqlen_q, stop - start, slopes, None, i)
+            out[i : i + 1], lse[i : i + 1] = _attend(piece, q, k, v)
         return out, lse
 
 
@@ -178,51 +141,17 @@ class NumbaBackend(TorchBackend):
             return f"serves float32, bfloat16 and float16, not {problem.dtype}"
         return numba_runtime.why_unavailable()
 
-    def decode(
-        self,
-        problem: Problem,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        cache_seqlens: Tensor,
-        *,
-        block_table: Tensor | None,
-        cache_batch_idx: Tensor | None,
-        cache_leftpad: Tensor | None,
-        alibi_slopes: Tensor | None,
-        num_splits: int,
-    ) -> tuple[Tensor, Tensor]:
-        empty = q.numel() == 0 or k_cache.numel() == 0
-        if empty or q.shape[1] > numba_decode.MAX_SEQLEN_Q:
+    def decode(self, problem: Problem, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
+        x = inputs
+        empty = x.q.numel() == 0 or x.k_cache.numel() == 0
+        if empty or x.q.shape[1] > numba_decode.MAX_SEQLEN_Q:
             # So many queries make it a matter of arithmetic, not of bandwidth.
-            return super().decode(
-                problem,
-                q,
-                k_cache,
-                v_cache,
-                cache_seqlens,
-                block_table=block_table,
-                cache_batch_idx=cache_batch_idx,
-                cache_leftpad=cache_leftpad,
-                alibi_slopes=alibi_slopes,
-                num_splits=num_splits,
-            )
-        if block_table is None:
-            checked_lengths(k_cache, cache_seqlens, None)
-        rows = None if cache_batch_idx is None else checked_rows(0, k_cache, cache_batch_idx)
-        leftpad = None if cache_leftpad is None else checked_leftpad(cache_leftpad, 0)
-        return numba_decode.decode(
-            problem,
-            q,
-            k_cache,
-            v_cache,
-            cache_seqlens,
-            block_table,
-            rows,
-            leftpad,
-            alibi_slopes,
-            num_splits,
-        )
+            return super().decode(problem, x)
+        if x.block_table is None:
+            checked_lengths(x.k_cache, x.cache_seqlens, None)
+        rows = None if x.cache_batch_idx is None else checked_rows(0, x.k_cache, x.cache_batch_idx)
+        leftpad = None if x.cache_leftpad is None else checked_leftpad(x.cache_leftpad, 0)
+        return numba_decode.decode(problem, x, rows, leftpad)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -235,32 +164,26 @@ def _piece(
     q: Tensor,
     k: Tensor,
     slopes: Tensor | None,
-    rng_state: Tensor | None,
+    inputs: AttentionInputs,
     first: int,
 ) -> blocks.Piece:
-    return blocks.Piece(problem, q.shape[1], k.shape[1], slopes, rng_state, first)
+    return blocks.Piece(problem, q.shape[1], k.shape[1], slopes, inputs.rng_state, first)
 
 
-def _attend(
-    problem: Problem,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    slopes: Tensor | None,
-    rng_state: Tensor | None,
-    first: int,
-) -> tuple[Tensor, Tensor]:
-    seqlen_q, seqlen_k = q.shape[1], k.shape[1]
-    if seqlen_q == 0 or seqlen_k == 0:
-        lse = torch.full((q.shape[0], q.shape[2], seqlen_q), torch.inf, dtype=problem.lse_dtype)
-        return torch.zeros(q.shape, dtype=q.dtype), lse
-    if torch_kernel.fits(problem, seqlen_q, seqlen_k):
+def _attend(piece: blocks.Piece, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    problem = piece.problem
+    if piece.seqlen_q == 0 or piece.seqlen_k == 0:
+        shape = (q.shape[0], q.shape[2], piece.seqlen_q)
+        return torch.zeros(q.shape, dtype=q.dtype), torch.full(
+            shape, torch.inf, dtype=problem.lse_dtype
+        )
+    if torch_kernel.fits(problem, piece.seqlen_q, piece.seqlen_k):
         return torch_kernel.forward(q, k, v, problem)
-    return blocks.forward(q, k, v, _piece(problem, q, k, slopes, rng_state, first))
+    return blocks.forward(q, k, v, piece)
 
 
 def _attend_backward(
-    problem: Problem,
+    piece: blocks.Piece,
     dout: Tensor,
     dlse: Tensor | None,
     q: Tensor,
@@ -268,50 +191,41 @@ def _attend_backward(
     v: Tensor,
     out: Tensor,
     softmax_lse: Tensor,
-    slopes: Tensor | None,
-    rng_state: Tensor | None,
-    first: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    seqlen_q, seqlen_k = q.shape[1], k.shape[1]
-    if seqlen_q == 0 or seqlen_k == 0:
+    if piece.seqlen_q == 0 or piece.seqlen_k == 0:
         dq, dk, dv = (torch.zeros(x.shape, dtype=x.dtype) for x in (q, k, v))
         return dq, dk, dv
     # torch's kernel takes no gradient of the LSE.
-    if dlse is None and torch_kernel.fits(problem, seqlen_q, seqlen_k):
-        return torch_kernel.backward(dout, q, k, v, out, softmax_lse, problem)
-    piece = _piece(problem, q, k, slopes, rng_state, first)
+    if dlse is None and torch_kernel.fits(piece.problem, piece.seqlen_q, piece.seqlen_k):
+        return torch_kernel.backward(dout, q, k, v, out, softmax_lse, piece.problem)
     return blocks.backward(dout, dlse, q, k, v, out, softmax_lse, piece)
 
 
-def _keys(s: Segment, k: Tensor, v: Tensor, block_table: Tensor | None) -> tuple[Tensor, Tensor]:
-    if block_table is None:
-        return s.k_rows(k), s.k_rows(v)
-    table = block_table[s.first : s.first + s.count]
-    return gather_pages(k, table, s.seqlen_k), gather_pages(v, table, s.seqlen_k)
+def _keys(s: Segment, x: AttentionInputs) -> tuple[Tensor, Tensor]:
+    if x.block_table is None:
+        return s.k_rows(x.k), s.k_rows(x.v)
+    table = x.block_table[s.first : s.first + s.count]
+    return gather_pages(x.k, table, s.seqlen_k), gather_pages(x.v, table, s.seqlen_k)
 
 
-def _segments(
-    q: Tensor,
-    k: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    block_table: Tensor | None,
-) -> list[Segment]:
-    cu_q = checked_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q.shape[0])
-    total_k = k.shape[0] if block_table is None else None
-    cu_k = checked_cu_seqlens("cu_seqlens_k", cu_seqlens_k, total_k)
-    if block_table is None:
+def _segments(x: AttentionInputs) -> list[Segment]:
+    assert x.cu_seqlens_q is not None
+    assert x.cu_seqlens_k is not None
+    cu_q = checked_cu_seqlens("cu_seqlens_q", x.cu_seqlens_q, x.q.shape[0])
+    total_k = x.k.shape[0] if x.block_table is None else None
+    cu_k = checked_cu_seqlens("cu_seqlens_k", x.cu_seqlens_k, total_k)
+    if x.block_table is None:
         return list(varlen_segments(cu_q, cu_k))
     lengths = [stop - start for start, stop in pairwise(cu_k)]
-    check_page_ids(block_table, lengths, k.shape[0], k.shape[1])
+    check_page_ids(x.block_table, lengths, x.k.shape[0], x.k.shape[1])
     # One sequence at a time, so that only its own keys are gathered at once.
     return list(varlen_segments(cu_q, cu_k, max_count=1))
 
 
-def _check_bounds(s: Segment, max_seqlen_q: int, max_seqlen_k: int) -> None:
+def _check_bounds(s: Segment, x: AttentionInputs) -> None:
     for name, length, bound in (
-        ("max_seqlen_q", s.seqlen_q, max_seqlen_q),
-        ("max_seqlen_k", s.seqlen_k, max_seqlen_k),
+        ("max_seqlen_q", s.seqlen_q, x.max_seqlen_q),
+        ("max_seqlen_k", s.seqlen_k, x.max_seqlen_k),
     ):
         if length > bound:
             raise ArgumentError(

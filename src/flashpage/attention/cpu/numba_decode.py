@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flashpage.attention.cpu.numba_runtime import KINDS, call, kernels
 from flashpage.attention.cpu.segments import checked_lengths
+from flashpage.attention.dispatch import DecodeInputs
 from flashpage.attention.problem import Problem
 
 MAX_SEQLEN_Q = 16
@@ -24,26 +25,18 @@ SERIAL_WORK = 2**16
 
 
 def decode(
-    problem: Problem,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    cache_seqlens: Tensor,
-    block_table: Tensor | None,
-    cache_rows: list[int] | None,
-    leftpad: list[int] | None,
-    alibi_slopes: Tensor | None,
-    num_splits: int,
+    problem: Problem, inputs: DecodeInputs, cache_rows: list[int] | None, leftpad: list[int] | None
 ) -> tuple[Tensor, Tensor]:
     """`(out, softmax_lse)`. Values are checked already, but for cache_seqlens of a paged cache.
 
     A cache without pages is one with pages of its whole length: row r is page r.
     """
+    k_cache, v_cache, alibi_slopes = inputs.k_cache, inputs.v_cache, inputs.alibi_slopes
+    q = inputs.q.contiguous()
     batch, seqlen_q, num_heads, head_dim = q.shape
-    q = q.contiguous()
-    seqlens = cache_seqlens.contiguous()
-    if block_table is not None:
-        tables = block_table
+    seqlens = inputs.cache_seqlens.contiguous()
+    if inputs.block_table is not None:
+        tables = inputs.block_table
     else:
         tables = torch.tensor(cache_rows or range(batch), dtype=torch.int32)[:, None]
     leftpads = None if leftpad is None else torch.tensor(leftpad, dtype=torch.int32)
@@ -74,13 +67,13 @@ def decode(
         problem.window_left,
         problem.window_right,
         np.float32(problem.softcap),
-        num_splits,
+        inputs.num_splits,
         SPLIT_SIZE,
         out.data_ptr(),
         softmax_lse.data_ptr(),
     )
     if bad_sequence >= 0:
-        checked_lengths(k_cache, cache_seqlens, block_table)  # raises, and says what is wrong
+        checked_lengths(k_cache, seqlens, inputs.block_table)  # raises, and says what is wrong
     return out, softmax_lse
 
 
