@@ -492,3 +492,66 @@ def calls(draw):
 def test_random_calls(backend, call, seed):
     torch.manual_seed(seed)
     check(call, backend)
+
+
+# ---------------------------------------------------------------------------------------------
+# Found by trying to break it
+# ---------------------------------------------------------------------------------------------
+
+
+@BACKENDS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [1, 5, 8, 12, 15, 24])
+@pytest.mark.parametrize("layout", ["padded", "heads_first"])
+def test_head_strides_other_than_head_dim(backend, dtype, dim, layout):
+    """The kernel's scratch rows are 16, 32 ... apart: no stride of the cache may be taken for it.
+
+    What lies between the heads is NaN.
+    """
+    pages, block_size, heads = 7, 4, 2
+    if layout == "padded":
+        padded = -(-dim // 16) * 16
+        pool = torch.full((2, pages, block_size, heads, padded), torch.nan).to(dtype)
+        k_pages, v_pages = pool[..., :dim]
+    else:
+        width = max(16 // max(dim, 1), 1)
+        pool = torch.full((2, pages, heads, max(block_size, width), dim), torch.nan).to(dtype)
+        k_pages, v_pages = pool.permute(0, 1, 3, 2, 4)[:, :, :block_size]
+    lengths = [9, 4, 0, 12]
+    table = torch.randperm(pages)[:3].repeat(4, 1).int()
+    tokens = table[0].tolist()
+    for cache in (k_pages, v_pages):
+        cache[tokens] = torch.randn(3, block_size, heads, dim).to(dtype)
+    q = torch.randn(4, 2, 6, dim).to(dtype)
+    with dispatch.only(backend):
+        out = flash_attn_with_kvcache(
+            q, k_pages, v_pages, cache_seqlens=torch.tensor(lengths).int(), block_table=table,
+            causal=True,
+        )  # fmt: skip
+    for i, n in enumerate(lengths):
+        k, v = (sequence_of_pages(x, table[i], n)[None] for x in (k_pages, v_pages))
+        exact = dense(q[i : i + 1].double(), k.double(), v.double(), causal=True)[0]
+        low = dense(q[i : i + 1], k, v, causal=True)[0]
+        assert_as_good(out[i : i + 1], exact, low)
+
+
+@BACKENDS
+def test_keys_of_no_weight_add_nothing(backend):
+    """exp(-2000) is 0 in float32, also times the largest number."""
+    q = torch.zeros(1, 1, 1, 16)
+    q[..., 0] = 1
+    k = torch.zeros(1, 2, 1, 16)
+    k[0, :, 0, 0] = torch.tensor([1000.0, -1000.0])
+    v = torch.ones(1, 2, 1, 16)
+    v[0, 1] = 3e38
+    with dispatch.only(backend):
+        out = flash_attn_with_kvcache(q, k, v, softmax_scale=1.0)
+    assert torch.equal(out, torch.ones_like(out))
+
+
+def test_a_written_cache_must_not_be_expanded():
+    cache = torch.zeros(1, 8, 1, 4).expand(2, -1, -1, -1)
+    q = torch.randn(2, 1, 1, 4)
+    with pytest.raises(ArgumentError, match="k_cache is written in place and must not be expanded"):
+        flash_attn_with_kvcache(q, cache, cache, q, q, cache_seqlens=0)
+    flash_attn_with_kvcache(q, cache, cache)  # reading is fine

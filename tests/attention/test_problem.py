@@ -88,6 +88,21 @@ CASES = [
     (dense, {"softcap": 1.0, "dropout_p": 0.1}, "Softcapping does not support dropout for now"),
     (dense, {"softmax_scale": float("nan")}, "softmax_scale.*nan"),
     (dense, {"window_size": (1, 2, 3)}, "window_size must be a pair"),
+    (dense, {"softcap": 1e-46}, "softcap.*1e-46"),
+    (dense, {"softcap": 1e39}, "softcap.*1e\\+39"),
+    (dense, {"softcap": "1"}, "softcap must be a finite number, got '1'"),
+    (dense, {"softmax_scale": 1e39}, "softmax_scale.*1e\\+39"),
+    (dense, {"softmax_scale": "x"}, "softmax_scale must be a finite number, got 'x'"),
+    (dense, {"dropout_p": "0"}, "dropout_p must be a finite number, got '0'"),
+    (dense, {"dropout_p": None}, "dropout_p must be a finite number, got None"),
+    (dense, {"window_size": None}, "window_size must be a pair.*None"),
+    (dense, {"window_size": 3}, "window_size must be a pair.*3"),
+    (dense, {"window_size": "ab"}, "window_size must be a pair.*'ab'"),
+    (dense, {"window_size": (None, None)}, "window_size must be an integer, got None"),
+    (dense, {"window_size": (1.7, 0)}, "window_size must be an integer, got 1.7"),
+    (dense, {"window_size": torch.tensor([1.5, 0])}, "window_size must be an integer"),
+    (dense, {"causal": "no"}, "causal must be True or False, got 'no'"),
+    (dense, {"causal": 2}, "causal must be True or False, got 2"),
     # alibi
     (dense, {"alibi_slopes": torch.ones(4).half()}, "ALiBi slopes must have dtype fp32.*16"),
     (dense, {"alibi_slopes": torch.ones(2)}, r"alibi_slopes must have shape.*\(2,\)"),
@@ -154,6 +169,11 @@ CASES = [
     (kvcache, {"cache_leftpad": cu(0, -1)}, "cache_leftpad must not be negative, got -1"),
     (kvcache, {"num_splits": 129}, "num_splits must be between 0.*128.*129"),
     (kvcache, {"num_splits": -1}, "num_splits must be between 0.*-1"),
+    (kvcache, {"num_splits": 1.5}, "num_splits must be an integer, got 1.5"),
+    (kvcache, {"num_splits": None}, "num_splits must be an integer, got None"),
+    (kvcache, {"cache_seqlens": [1, 2]}, r"cache_seqlens must be an integer, got \[1, 2\]"),
+    (kvcache, {"cache_seqlens": 2.7}, "cache_seqlens must be an integer, got 2.7"),
+    (kvcache, {"cache_seqlens": "3"}, "cache_seqlens must be an integer, got '3'"),
     (kvcache, {"softcap": -2.0}, "softcap.*-2.0"),
     (kvcache, {**PAGES, "block_table": TABLE, "cache_batch_idx": cu(0, 1)}, "cache_batch_idx"),
     (kvcache, {**PAGES, "block_table": TABLE, "cache_leftpad": cu(0, 1)}, "leftpad_k"),
@@ -201,3 +221,18 @@ def test_packed_shapes_are_refused():
         flash_attn_qkvpacked_func(torch.ones(4, 3, 2, 8))
     with pytest.raises(ArgumentError, match=r"kv must have shape \(batch, seqlen, 2"):
         flash_attn_kvpacked_func(torch.ones(1, 4, 2, 8), torch.ones(1, 4, 3, 2, 8))
+
+
+def test_numbers_of_other_kinds_are_fine():
+    import numpy as np
+
+    q, k, v = (torch.randn(1, 5, 2, 8) for _ in range(3))
+    expected = flash_attn_func(q, k, v, window_size=(2, 1), softmax_scale=0.5)
+    sides = (np.int64(2), torch.tensor(1))
+    out = flash_attn_func(q, k, v, window_size=sides, softmax_scale=np.float32(0.5), causal=0)
+    assert torch.equal(out, expected)
+    unbounded = flash_attn_func(q, k, v, window_size=(2**70, -(2**70)))
+    assert torch.equal(unbounded, flash_attn_func(q, k, v))
+    cache = torch.randn(1, 8, 2, 8)
+    out = flash_attn_with_kvcache(q[:, :1], cache, cache, cache_seqlens=np.int32(3))
+    assert torch.equal(out, flash_attn_with_kvcache(q[:, :1], cache, cache, cache_seqlens=3))

@@ -221,7 +221,7 @@ def flash_attn_varlen_func(
     rules.check_shape("v", v, shape, meaning)
     rules.check_alibi(alibi_slopes, q, batch, num_q_heads)
     for name, bound in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if bound < 0:
+        if rules.as_int(name, bound) < 0:
             raise ArgumentError(f"{name} must be at least 0, got {bound}")
     return _attention(
         q,
@@ -406,6 +406,8 @@ def flash_attn_with_kvcache(
                 "If key is supplied, seqlens_k must also be passed in: got k but no cache_seqlens"
             )
         rules.check_new_tokens(q, k, v, k_cache, capacity)
+        rules.check_not_expanded("k_cache", k_cache)
+        rules.check_not_expanded("v_cache", v_cache)
         rules.check_rotary(rotary_cos, rotary_sin, head_dim, capacity)
         rotated = torch.ops.flashpage.append_kv(
             q,

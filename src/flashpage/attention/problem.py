@@ -7,10 +7,9 @@ that can see them for free.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +21,9 @@ Function = Literal["forward", "backward", "decode"]
 
 MAX_HEAD_DIM = 256
 MAX_NUM_SPLITS = 128
+MAX_WINDOW = 2**31 - 1
+FLOAT32_MAX = torch.finfo(torch.float32).max
+FLOAT32_TINY = torch.finfo(torch.float32).tiny
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -69,28 +71,61 @@ def round128(n: int) -> int:
 # ---------------------------------------------------------------------------------------------
 
 
+def as_int(name: str, value: Any) -> int:
+    """An integer given as int, numpy integer or one-element integer tensor; nothing is rounded."""
+    if isinstance(value, int | torch.SymInt):
+        return value
+    if isinstance(value, Tensor):
+        if value.numel() == 1 and not value.is_floating_point() and not value.is_complex():
+            return int(value)
+    elif hasattr(value, "__index__"):
+        return value.__index__()
+    raise ArgumentError(f"{name} must be an integer, got {value!r}")
+
+
+def as_float(name: str, value: Any) -> float:
+    """A number that float32 can hold: kernels compute with it in that type."""
+    if isinstance(value, float | int | torch.SymFloat | torch.SymInt) or (
+        not isinstance(value, str) and hasattr(value, "__float__")
+    ):
+        number = float(value)
+        if -FLOAT32_MAX <= number <= FLOAT32_MAX:
+            return number
+    raise ArgumentError(f"{name} must be a finite number, got {value!r}")
+
+
+def as_bool(name: str, value: Any) -> bool:
+    """A switch: a bool, or 0 or 1."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, int) and value in (0, 1):
+        return bool(value)
+    raise ArgumentError(f"{name} must be True or False, got {value!r}")
+
+
 def resolve_window(window_size: Sequence[int] | Tensor, causal: bool) -> tuple[int, int]:
     """`(window_left, window_right)` with every unbounded side as -1; causal sets right to 0."""
-    if len(window_size) != 2:
+    if isinstance(window_size, str) or not hasattr(window_size, "__len__") or len(window_size) != 2:
         raise ArgumentError(f"window_size must be a pair (left, right), got {window_size!r}")
-    left, right = int(window_size[0]), int(window_size[1])
-    return max(left, -1), 0 if causal else max(right, -1)
+    left, right = (as_int("window_size", side) for side in window_size)
+    # Beyond every sequence a side is as good as unbounded, and must fit into an operator's int.
+    left, right = (-1 if side < 0 else min(side, MAX_WINDOW) for side in (left, right))
+    return left, 0 if as_bool("causal", causal) else right
 
 
 def resolve_scale(softmax_scale: float | None, head_dim: int) -> float:
     """The given scale, or `head_dim ** -0.5`."""
-    if softmax_scale is None:
-        return head_dim**-0.5
-    if not math.isfinite(softmax_scale):
-        raise ArgumentError(f"softmax_scale must be a finite number, got {softmax_scale}")
-    return float(softmax_scale)
+    return head_dim**-0.5 if softmax_scale is None else as_float("softmax_scale", softmax_scale)
 
 
 def check_softcap_and_dropout(softcap: float, dropout_p: float) -> None:
-    if not 0.0 <= dropout_p < 1.0:
+    if not 0.0 <= as_float("dropout_p", dropout_p) < 1.0:
         raise ArgumentError(f"dropout_p must be in [0, 1), got {dropout_p}")
-    if not 0.0 <= softcap < math.inf:
-        raise ArgumentError(f"softcap must be 0 (off) or a positive finite number, got {softcap}")
+    if softcap != 0.0 and not as_float("softcap", softcap) >= FLOAT32_TINY:
+        raise ArgumentError(
+            f"softcap must be 0 (off) or a positive number of at least {FLOAT32_TINY:.3g}, got "
+            f"{softcap}"
+        )
     if softcap > 0.0 and dropout_p > 0.0:
         raise ArgumentError(
             f"Softcapping does not support dropout for now: got softcap = {softcap} and "
@@ -99,7 +134,7 @@ def check_softcap_and_dropout(softcap: float, dropout_p: float) -> None:
 
 
 def check_num_splits(num_splits: int) -> None:
-    if not 0 <= num_splits <= MAX_NUM_SPLITS:
+    if not 0 <= as_int("num_splits", num_splits) <= MAX_NUM_SPLITS:
         raise ArgumentError(
             f"num_splits must be between 0 (chosen for you) and {MAX_NUM_SPLITS}, got {num_splits}"
         )
@@ -212,6 +247,16 @@ def check_block_table(block_table: Tensor, q: Tensor, batch: int) -> None:
         )
 
 
+def check_not_expanded(name: str, cache: Tensor) -> None:
+    """A cache that is written must have a place of its own for every token."""
+    for size, stride in zip(cache.shape, cache.stride(), strict=True):
+        if size > 1 and stride == 0:
+            raise ArgumentError(
+                f"{name} is written in place and must not be expanded: it has strides "
+                f"{cache.stride()} for shape {tuple(cache.shape)}"
+            )
+
+
 def check_pages(name: str, pages: Tensor) -> None:
     if pages.shape[0] < 1 or pages.shape[1] < 1:
         raise ArgumentError(
@@ -283,7 +328,7 @@ def resolve_cache_seqlens(q: Tensor, cache_seqlens: int | Tensor | None, capacit
         check_device(q, cache_seqlens=cache_seqlens)
         check_shape("cache_seqlens", cache_seqlens, (batch,), "(batch,)")
         return cache_seqlens
-    length = capacity if cache_seqlens is None else int(cache_seqlens)
+    length = capacity if cache_seqlens is None else as_int("cache_seqlens", cache_seqlens)
     if not 0 <= length <= capacity:
         raise ArgumentError(
             f"cache_seqlens must be between 0 and the capacity of the cache ({capacity}), "

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flashpage.attention import ops  # noqa: F401 - defines torch.ops.flashpage
+from flashpage.attention.problem import check_not_expanded
 from flashpage.errors import ArgumentError
 
 
@@ -76,11 +77,22 @@ def store_kvcache(
                 f"{name} must have shape (num_blocks, block_size, {k.shape[1]}, {k.shape[2]}), "
                 f"got {tuple(cache.shape)}"
             )
+        if cache.device != k.device or slot_mapping.device != k.device or v.device != k.device:
+            raise ArgumentError(
+                f"k, v, {name} and slot_mapping must be on one device, got {k.device}, "
+                f"{v.device}, {cache.device} and {slot_mapping.device}"
+            )
+        check_not_expanded(name, cache)
         if cache.dtype != k.dtype or v.dtype != k.dtype:
             raise ArgumentError(
                 f"k, v and {name} must have the same dtype, got {k.dtype}, {v.dtype} and "
                 f"{cache.dtype}"
             )
+    if v_cache.shape != k_cache.shape:
+        raise ArgumentError(
+            f"k_cache and v_cache must have the same shape, got {tuple(k_cache.shape)} and "
+            f"{tuple(v_cache.shape)}"
+        )
     if slot_mapping.shape != k.shape[:1] or slot_mapping.dtype not in (torch.int32, torch.int64):
         raise ArgumentError(
             f"slot_mapping must be int32 or int64 of shape (num_tokens,) = ({k.shape[0]},), got "

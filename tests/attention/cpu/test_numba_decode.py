@@ -61,6 +61,14 @@ def test_compiling_is_said_once_and_kept_on_disk(tmp_path):
     first, second = run_script(script), run_script(script)
     assert first.stderr.count("compiled flashpage's CPU kernel 'decode' in") == 1
     assert "compil" not in second.stderr
+    # A damaged file, as a full disk leaves it, is compiled anew.
+    folder = tmp_path / "flashpage" / "attention" / "cpu" / "__pycache__"
+    kept = list(folder.glob("numba_kernel.decode-*.nb[ic]"))
+    assert kept
+    for file in kept:
+        file.write_bytes(file.read_bytes()[:100])
+    third = run_script(script)
+    assert third.stderr.count("compiled flashpage's CPU kernel 'decode' in") == 1
 
 
 def test_calls_from_several_threads():

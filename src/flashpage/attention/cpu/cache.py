@@ -90,6 +90,12 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
         return
     low, high = torch.aminmax(slot_mapping)
     num_blocks, block_size = k_cache.shape[:2]
+    if v_cache.shape != k_cache.shape:
+        # Checked by the callers of the operator; here it guards memory.
+        raise ArgumentError(
+            f"v_cache must have the shape of k_cache {tuple(k_cache.shape)}, got "
+            f"{tuple(v_cache.shape)}"
+        )
     if int(low) < -1 or int(high) >= num_blocks * block_size:
         raise ArgumentError(
             f"slot_mapping must be between -1 and {num_blocks * block_size - 1} for {num_blocks} "
@@ -103,6 +109,8 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
 def _why_not_numba(new: Tensor, cache: Tensor) -> str | None:
     if new.stride(-1) != 1 or cache.stride(-1) != 1:
         return "the kernel copies contiguous heads"
+    if new.element_size() % 2:
+        return "the kernel copies words of 16 bits"
     return why_unavailable()
 
 

@@ -81,7 +81,7 @@ def _load_chunk(dst, src, kind, at, count, head_stride, heads, dim, width):  # t
     t = 0
     while t < count:
         n = 1
-        if head_stride == width:  # and so dim == width: neighbours in a page are one run
+        if head_stride == dim and dim == width:  # neighbours in a page are one run
             while t + n < count and at[t + n] == at[t] + n * row:
                 n += 1
             load_from(dst, t * row, src, at[t], n * row, kind)
@@ -134,9 +134,7 @@ def _update_row(s, m, l, o, row, width):  # type: ignore[no-untyped-def]  # noqa
         m[row] = top
     total = np.float32(0.0)
     for t in range(CHUNK):
-        # exp does not go below exp(-87): a masked score must weigh nothing at all.
         weight = exp(s[t] - top)
-        weight = np.float32(0.0) if s[t] == _NEG_INF else weight
         s[t] = weight
         total += weight
     l[row] += total

@@ -46,9 +46,11 @@ _LOWEST = np.float32(-87.0)
 def exp(x):  # type: ignore[no-untyped-def]
     """exp for x <= 0, relative error under 2e-7; unlike math.exp it becomes vector code.
 
-    Taylor's polynomial of degree 6 on [-ln2/2, ln2/2]. Not below exp(-87).
+    Taylor's polynomial of degree 6 on [-ln2/2, ln2/2]. Below -87, where the result is no normal
+    float32, it is 0.
     """
-    x = _LOWEST if x < _LOWEST else x
+    too_low = x < _LOWEST
+    x = _LOWEST if too_low else x
     n = np.floor(x * _LOG2E + np.float32(0.5))
     r = (x - n * _LN2_HI) - n * _LN2_LO
     p = np.float32(1.0 / 720.0)
@@ -58,7 +60,8 @@ def exp(x):  # type: ignore[no-untyped-def]
     p = p * r + np.float32(0.5)
     p = p * r + _ONE
     p = p * r + _ONE
-    return p * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
+    result = p * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
+    return np.float32(0.0) if too_low else result
 
 
 @jit()

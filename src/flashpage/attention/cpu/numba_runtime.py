@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -72,10 +73,34 @@ def _first_call(kernel: Any, *args: object) -> Any:
     notice.start()
     start = time.perf_counter()
     try:
-        result = kernel(*args)
+        try:
+            result = kernel(*args)
+        except Exception:
+            # Kernels raise nothing themselves: what numba kept on disk is damaged, or cannot be
+            # written any more. Compile anew; if that fails as well, it is another matter.
+            if not _discard_kept_code(kernel):
+                raise
+            result = kernel(*args)
     finally:
         notice.cancel()
+    seconds = time.perf_counter() - start
     if sum(kernel.stats.cache_misses.values()):
-        seconds = time.perf_counter() - start
         logger.warning("compiled %s in %.1f s; kept on disk", name, seconds)
+    elif kernel.stats.cache_path is None and seconds > 1.0:
+        logger.warning(
+            "compiled %s in %.1f s; there is no writable folder to keep it in (set "
+            "NUMBA_CACHE_DIR)",
+            name,
+            seconds,
+        )
     return result
+
+
+def _discard_kept_code(kernel: Any) -> bool:
+    """Delete what numba keeps of our kernels; returns whether there was anything."""
+    math = kernels("flashpage.attention.cpu.numba_math")
+    folders = {kernel.stats.cache_path, math.load.stats.cache_path} - {None}
+    kept = [file for folder in folders for file in Path(folder).glob("numba_*.nb[ic]")]
+    for file in kept:
+        file.unlink(missing_ok=True)
+    return bool(kept)
