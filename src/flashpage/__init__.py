@@ -20,6 +20,7 @@ _HOME_OF = {
     "flash_attn_with_kvcache": "flashpage.attention.functional",
     "backends": "flashpage.attention.dispatch",
     "LLM": "flashpage.engine.llm",
+    "RequestOutput": "flashpage.engine.outputs",
     "SamplingParams": "flashpage.engine.sampling_params",
     "FlashpageError": "flashpage.errors",
 }
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
         flash_attn_with_kvcache,
     )
     from flashpage.engine.llm import LLM
+    from flashpage.engine.outputs import RequestOutput
     from flashpage.engine.sampling_params import SamplingParams
     from flashpage.errors import FlashpageError
 

@@ -213,3 +213,11 @@ class PagedAttention(nn.Module):
                 )
             )
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
+
+
+def load_kernels() -> None:
+    """Load the CPU kernels of the cache from disk, or compile them: once, before work begins."""
+    token = torch.zeros(1, 1, 1)
+    cache = torch.zeros(1, 1, 1, 1)
+    store_kvcache(token, token, cache, cache.clone(), torch.zeros(1, dtype=torch.int64))
+    flash_attn_with_kvcache(cache, cache, cache)

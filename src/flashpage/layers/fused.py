@@ -131,6 +131,16 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
+def load_kernels() -> None:
+    """Load the CPU kernels of the layers from disk, or compile them: once, before work begins."""
+    if why_unavailable() is not None:
+        return
+    x = torch.zeros(1, 2)
+    add_rms_norm(x, x, x[0], 1e-6)
+    silu_and_mul(x)
+    rope(x[None], x[None], x[None])
+
+
 # ---------------------------------------------------------------------------------------------
 # The same in torch
 # ---------------------------------------------------------------------------------------------
