@@ -28,6 +28,7 @@ _HOME_OF = {
 __all__ = [
     "LLM",
     "FlashpageError",
+    "RequestOutput",
     "SamplingParams",
     "__version__",
     "backends",
