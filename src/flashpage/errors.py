@@ -7,6 +7,9 @@ Messages name the argument, its value and the rule it broke.
 
 from __future__ import annotations
 
+import importlib
+from types import ModuleType
+
 
 class FlashpageError(Exception):
     """Base class of everything flashpage raises on purpose."""
@@ -37,3 +40,23 @@ class DownloadError(FlashpageError, RuntimeError):
 
 class RequestError(FlashpageError, ValueError):
     """A generation request can not be served as asked (empty, too long, bad parameter)."""
+
+
+class MissingDependencyError(FlashpageError, ImportError):
+    """A package that this part of flashpage needs is not installed; the message names the extra."""
+
+
+def require(module: str, extra: str) -> ModuleType:
+    """Import an optional dependency, or say how to get it.
+
+    Raises:
+        MissingDependencyError: naming the module and the extra that brings it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or module.split(".")[0] != error.name.split(".")[0]:
+            raise  # the module is there, something that it needs is not
+        raise MissingDependencyError(
+            f"{module} is not installed: pip install 'flashpage[{extra}]'"
+        ) from error
