@@ -140,10 +140,16 @@ def reference() -> HistoryModel:
 def make_engine() -> Callable[..., Engine]:
     """An engine on a fresh fake model and a pool full of NaN, small enough to run out of pages."""
 
-    def make(*, tokenizer: ByteTokenizer | None = None, **options) -> Engine:
+    def make(
+        *,
+        tokenizer: ByteTokenizer | None = None,
+        eos_token_ids: tuple[int, ...] = (EOS,),
+        **options,
+    ) -> Engine:
         sizes = {"num_blocks": 64, "block_size": 4, "max_model_len": 128, "max_num_seqs": 8}
         sizes |= {"max_num_batched_tokens": 16, **options}
         model = HistoryModel()
+        model.config.eos_token_ids = eos_token_ids
         engine = Engine(model, tokenizer, EngineConfig(**sizes))
         engine.kv_cache.fill_(torch.nan)
         engine.model = model  # for tests that look at its batches or trip it

@@ -11,7 +11,8 @@ import torch
 from flashpage.engine.sampling_params import SamplingParams
 from flashpage.errors import RequestError
 
-EOS, POISON = 257, 259
+EOS, SPARE, POISON = 257, 258, 259
+VOCAB_SIZE = 260
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
 
 
@@ -341,6 +342,115 @@ def test_a_poisoned_prompt_can_not_be_scored(make_engine, run_all):
     assert "after prompt token 2" in output.outputs[0].error
 
 
+class Tripping:
+    """A tokenizer that raises when it decodes for the `at`-th time, or a given token."""
+
+    def __init__(self, tokenizer, at: int = -1, token: int = -1) -> None:
+        self.tokenizer, self.at, self.token, self.count = tokenizer, at, token, 0
+
+    def decode(self, ids, skip_special_tokens: bool = True) -> str:
+        self.count += 1
+        if self.count == self.at or self.token in ids:
+            raise KeyError("no such token")
+        return self.tokenizer.decode(ids, skip_special_tokens)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_tokenizer_that_raises_once_fails_one_request_alone(
+    make_engine, run_all, reference, tokenizer, n
+):
+    """At every call in turn: pushes, flushes, log-probabilities of prompt and tokens."""
+    params = SamplingParams(
+        max_tokens=3, temperature=0, ignore_eos=True, logprobs=1, prompt_logprobs=1, n=n
+    )
+    prompts = {"a": [1, 200, 3], "b": [4, 5], "c": [6]}
+    expected = {name: reference.greedy(ids, 3, stop=()) for name, ids in prompts.items()}
+    counting = Tripping(tokenizer)
+    for at in range(0, 1000):
+        tripping = Tripping(tokenizer, at) if at else counting
+        engine = make_engine(tokenizer=tripping)
+        refused = []
+        for name, ids in prompts.items():
+            try:
+                engine.add_request(name, ids, params)
+            except RequestError:
+                refused.append(name)
+        outputs = run_all(engine)
+        assert engine.stats().pages_used == 0
+        failed = []
+        for name, output in outputs.items():
+            reasons = {part.finish_reason for part in output.outputs}
+            for part in output.outputs:
+                length = len(part.token_ids)
+                assert part.token_ids == expected[name][:length]
+                assert len(part.logprobs) == length
+                if part.finish_reason == "error":
+                    assert "can not decode its tokens: KeyError('no such token')" in part.error
+                    assert part.stop_reason is None
+                else:
+                    assert (part.finish_reason, length) == ("length", 3)
+                    assert part.text == tokenizer.decode(expected[name])
+            failed += [name] * ("error" in reasons)
+        if at == 0:
+            assert failed == refused == []
+        elif tripping.count < at:
+            break
+        else:
+            assert len(failed + refused) == 1
+    assert at > counting.count > 10
+
+
+def test_a_token_that_can_not_be_decoded_ends_its_request_and_no_other(
+    make_engine, run_all, reference, tokenizer
+):
+    engine = make_engine(tokenizer=Tripping(tokenizer, token=SPARE))
+    params = SamplingParams(temperature=0, max_tokens=9, logit_bias={SPARE: 100})
+    engine.add_request("bad", [1], params)
+    engine.add_request("good", [2], SamplingParams(temperature=0, max_tokens=5))
+    outputs = run_all(engine)
+    assert (outputs["bad"].finish_reason, outputs["bad"].token_ids) == ("error", [SPARE])
+    assert outputs["good"].token_ids == reference.greedy([2], 5)
+    with pytest.raises(RequestError, match="can not decode the prompt: KeyError"):
+        engine.add_request("refused", [SPARE], GREEDY)
+    assert not engine.has_unfinished()
+
+
+def test_an_abort_frees_all_though_the_tokenizer_raises(make_engine, tokenizer):
+    tripping = Tripping(tokenizer)
+    engine = make_engine(tokenizer=tripping)
+    engine.add_request("a", [1] * 9, SamplingParams(max_tokens=9, ignore_eos=True))
+    engine.step()
+    tripping.at = tripping.count + 1
+    assert engine.abort("a").finish_reason == "abort"
+    assert engine.stats().pages_used == 0
+    engine.check()
+
+
+def test_an_abort_does_not_cut_at_a_stop_string(make_engine, tokenizer):
+    """What reads like one was never completed: the next bytes could have made a character."""
+    engine = make_engine(tokenizer=tokenizer)
+    lead = "日".encode()[0]
+    params = SamplingParams(temperature=0, logit_bias={lead: 100}, stop="\ufffd")
+    engine.add_request("a", [1], params)
+    engine.step()
+    output = engine.abort("a").outputs[0]
+    assert (output.text, output.finish_reason, output.stop_reason) == ("\ufffd", "abort", None)
+
+
+@pytest.mark.parametrize("eos", [(VOCAB_SIZE,), (1000, EOS), (-1,), ()])
+def test_end_tokens_that_the_model_can_not_produce_are_ignored(make_engine, run_all, eos):
+    engine = make_engine(eos_token_ids=eos)
+    assert engine.eos_token_ids == {EOS} & set(eos)
+    params = SamplingParams(temperature=0, max_tokens=6, min_tokens=5, logit_bias={EOS: 100})
+    engine.add_request("a", [1], params)
+    tokens = run_all(engine)["a"].token_ids
+    if EOS in eos:
+        assert EOS not in tokens[:5]
+        assert tokens[5] == EOS
+    else:
+        assert tokens == [EOS] * 6
+
+
 def test_an_exception_in_a_step_changes_nothing(make_engine, run_all, reference):
     engine = make_engine(num_blocks=12)
     for i in range(3):
@@ -381,6 +491,19 @@ def test_an_exception_in_a_step_changes_nothing(make_engine, run_all, reference)
         ([1], {"logit_bias": {260: 1.0}}, r"logit_bias\[0\] = 260"),
         ([1], {"logprobs": 261}, "logprobs = 261 is more than the 260 tokens"),
         ([1], {"stop": "x"}, "needs an engine with a tokenizer"),
+        ([10**5000], {}, r"\[0\] = <int that can not be printed>"),
+        ([1], {"stop_token_ids": [10**5000]}, r"stop_token_ids\[0\] = <int that can not be"),
+        ([1], {"logprobs": 10**5000}, "logprobs = <int that can not be printed> is more"),
+        ([1], {"max_tokens": 10**5000}, "max_tokens = <int that can not be printed> make"),
+        ([1], {"max_tokens": None, "min_tokens": 10**5000}, "no room for <int that can not be"),
+        (None, {}, "prompt_token_ids = None must be a sequence of token ids"),
+        (5, {}, "prompt_token_ids = 5 must be"),
+        ("text", {}, "prompt_token_ids = 'text' must be"),
+        (b"text", {}, "must be a sequence"),
+        ({1: 2}, {}, "must be a sequence"),
+        ({1, 2}, {}, "must be a sequence"),
+        (torch.tensor(3), {}, "must be a sequence|is not a token"),
+        ([[1, 2]], {}, r"\[0\] = \[1, 2\]"),
     ],
 )
 def test_refused_on_arrival(make_engine, run_all, reference, prompt, params, message):
@@ -389,6 +512,52 @@ def test_refused_on_arrival(make_engine, run_all, reference, prompt, params, mes
     with pytest.raises(RequestError, match=message):
         engine.add_request("bad", prompt, SamplingParams(**params))
     assert list(run_all(engine)) == ["good"]
+
+
+def test_arguments_of_wrong_kinds_are_refused(make_engine):
+    engine = make_engine()
+    for params in ("x", 5, {"max_tokens": 1}, SamplingParams):
+        with pytest.raises(RequestError, match="sampling_params must be SamplingParams, not"):
+            engine.add_request("a", [1], params)
+    for request_id in (None, 5, ["a"], b"a"):
+        with pytest.raises(RequestError, match="request_id = .* must be a string"):
+            engine.add_request(request_id, [1])
+    assert not engine.has_unfinished()
+
+
+def test_arrays_of_ids_are_welcome(make_engine, run_all, reference):
+    engine = make_engine()
+    engine.add_request("a", torch.tensor([1, 2]), GREEDY)
+    engine.add_request("b", torch.tensor([1, 2]).numpy(), GREEDY)
+    engine.add_request("c", range(1, 3), GREEDY)
+    for output in run_all(engine).values():
+        assert output.prompt_token_ids == [1, 2]
+        assert output.token_ids == reference.greedy([1, 2], 20)
+
+
+def test_what_a_request_was_made_from_can_change_without_effect(make_engine, run_all):
+    """A bias for a token outside the vocabulary would take every request down."""
+    engine = make_engine()
+    bias, stop_ids, prompt = {7: 100.0}, [300 - 50], [1, 2]
+    params = SamplingParams(temperature=0, max_tokens=5, logit_bias=bias, stop_token_ids=stop_ids)
+    engine.add_request("a", prompt, params)
+    bias[10**6] = 1.0
+    bias[7] = -100.0
+    stop_ids.append(7)
+    prompt.append(10**6)
+    assert run_all(engine)["a"].token_ids == [7] * 5
+
+
+def test_outputs_come_to_the_one_who_asked_whoever_steps(make_engine):
+    engine = make_engine()
+    mine, others = [], []
+    engine.add_request("mine", [1], GREEDY, on_output=mine.append)
+    engine.add_request("others", [2], GREEDY, on_output=others.append)
+    stepped = [output for _ in range(3) for output in engine.step()]
+    assert mine + others == sorted(stepped, key=lambda output: output.request_id)
+    aborted = engine.abort("mine")
+    assert mine[-1] is aborted
+    assert len(others) == 3
 
 
 def test_an_id_in_use_is_refused(make_engine, run_all):

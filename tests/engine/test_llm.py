@@ -17,6 +17,7 @@ from flashpage.layers.attention import SequenceSlice, build_attention_metadata
 from flashpage.weights.load import LoadedModel
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
+HUGE = 10**5000  # too long for Python to print
 CHAT = [{"role": "user", "content": "hi"}]
 TINY_LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -83,6 +84,13 @@ def test_params_one_for_all_or_one_each(make_llm):
         llm.generate(["a", "b", "c"], params[:2])
     with pytest.raises(RequestError, match="prompt 0: sampling_params must be"):
         llm.generate(["a"], [{"max_tokens": 1}])
+    for bad in (5, "x", {"max_tokens": 1}, SamplingParams):
+        with pytest.raises(RequestError, match="must be SamplingParams or a list of them"):
+            llm.generate([[1]], bad)
+        with pytest.raises(RequestError, match="must be SamplingParams or a list of them"):
+            llm.stream([1], bad)
+        with pytest.raises(RequestError, match="must be SamplingParams or a list of them"):
+            llm.chat(CHAT, bad)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +113,7 @@ def test_a_bad_request_stops_all_before_anything_runs(make_llm, prompts, message
 
 
 def test_chat_takes_only_chats(make_llm):
-    for messages in ([], "hi", ["hi"], [[1, 2]], [None], [CHAT, []]):
+    for messages in ([], "hi", ["hi"], [[1, 2]], [None], [CHAT, []], CHAT[0], 5, None, {}):
         with pytest.raises(RequestError, match=r"message 0|a chat is"):
             make_llm().chat(messages, GREEDY)
 
@@ -176,6 +184,100 @@ def test_a_bad_stream_raises_at_once_and_an_unread_one_costs_nothing(make_llm):
     assert not llm.engine.has_unfinished()
 
 
+def test_a_stream_whose_request_is_aborted_elsewhere_ends(make_llm, reference):
+    llm = make_llm()
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    stream = llm.stream([1, 2], params)
+    first = next(stream)
+    llm.engine.step()
+    aborted = llm.engine.abort("llm-0")
+    llm.engine.add_request("llm-0", [3], params)  # the name is free: someone else's now
+    (last,) = list(stream)
+    assert last.finish_reason == "abort"
+    assert last.output == aborted
+    assert first.token_ids + last.token_ids == reference.greedy([1, 2], 2, stop=())
+    assert llm.engine.has_unfinished(), "the other one was not taken for the stream's"
+
+
+@pytest.mark.parametrize("stop", [(), "\ufffd"])
+def test_a_stream_that_others_step_ends_with_their_outputs(make_llm, reference, stop):
+    llm = make_llm()
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, stop=stop)
+    stream = llm.stream([1, 2], params)
+    pieces = [next(stream)]
+    while llm.engine.has_unfinished():
+        llm.engine.step()
+    pieces += stream
+    final = pieces[-1].output
+    assert len(pieces) <= 2, "one with all that was missed"
+    assert "".join(piece.text for piece in pieces) == final.text
+    assert [token for piece in pieces for token in piece.token_ids] == final.token_ids
+    assert final.outputs == llm.generate([1, 2], params)[0].outputs
+    assert final.finished
+
+
+def test_a_stream_closed_after_its_end_elsewhere_harms_nobody(make_llm):
+    llm = make_llm()
+    stream = llm.stream([1, 2], GREEDY)
+    next(stream)
+    llm.engine.abort("llm-0")
+    llm.engine.add_request("llm-0", [3], GREEDY)
+    stream.close()
+    assert llm.engine.has_unfinished()
+
+
+@pytest.mark.parametrize("how", ["abort", "step"])
+def test_a_call_whose_requests_end_elsewhere_returns(make_llm, reference, how):
+    """The model calls back, as another part of the program would between two steps."""
+    llm = make_llm()
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+    def other():
+        if len(llm.fake.batches) == 4:
+            if how == "abort":
+                llm.engine.abort("llm-0")
+            while how == "step" and llm.engine.has_unfinished():
+                llm.engine.step()
+
+    step = llm.engine.step
+    llm.engine.step = lambda: (step(), other())[0]
+    one, two = llm.generate([[1, 2], [3, 4]], params)
+    assert two.token_ids == reference.greedy([3, 4], 12, stop=())
+    if how == "abort":
+        assert one.finish_reason == "abort"
+        assert one.token_ids == reference.greedy([1, 2], 4, stop=())
+    else:
+        assert one.token_ids == reference.greedy([1, 2], 12, stop=())
+    assert not llm.engine.has_unfinished()
+
+
+def test_an_interrupt_while_requests_are_queued_leaves_none(make_llm):
+    llm = make_llm()
+    add = llm.engine.add_request
+
+    def press(request_id, *args, **options):
+        add(request_id, *args, **options)
+        if request_id == "llm-2":
+            signal.raise_signal(signal.SIGINT)
+
+    llm.engine.add_request = press
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[i] for i in range(5)], GREEDY)
+    assert not llm.engine.has_unfinished()
+    llm.engine.check()
+
+
+@pytest.mark.parametrize("call", ["generate", "chat", "stream"])
+def test_without_params_a_text_ends_after_16_tokens_as_the_docstrings_say(make_llm, call):
+    llm = make_llm()
+    llm.engine.eos_token_ids = frozenset()
+    prompt = CHAT if call == "chat" else [1, 2]
+    result = list(getattr(llm, call)(prompt))
+    output = result[-1].output if call == "stream" else result[0]
+    assert (len(output.token_ids), output.finish_reason) == (16, "length")
+    assert "16 tokens" in getattr(LLM, call).__doc__
+
+
 @pytest.mark.parametrize("interrupt", ["signal", "exception"])
 def test_ctrl_c_aborts_the_call_and_leaves_the_engine_usable(make_llm, reference, interrupt):
     llm = make_llm()
@@ -218,6 +320,26 @@ def test_sizes_follow_the_model_and_the_memory(make_llm):
         ({"num_blocks": 1.5}, "num_blocks = 1.5"),
         ({"block_size": 0}, "block_size = 0"),
         ({"max_num_batched_tokens": 8}, "less than max_num_seqs = 32"),
+        ({"num_blocks": -HUGE}, "num_blocks = <int that can not be printed> must be an integer"),
+        ({"max_model_len": HUGE}, "max_model_len = <int that can not be printed> is more than"),
+        ({"max_num_seqs": HUGE}, "max_num_batched_tokens = 512 is less than max_num_seqs = <int"),
+        ({"num_blocks": 10**12}, r"1000000000000 pages of 4 tokens takes 64\d{12} bytes on cpu"),
+        ({"num_blocks": 10**12}, r"\d+ bytes are available"),
+        ({"num_blocks": HUGE}, "num_blocks = <int that can not be printed> pages"),
+        ({"kv_cache_memory": 10**17, "num_blocks": None}, "bytes are available"),
+        ({"block_size": HUGE, "num_blocks": None, "kv_cache_memory": 1}, "has 0 pages of <int"),
+        ({"block_size": 10**14}, "tokens takes .* bytes are available"),
+        ({"enable_prefix_caching": None}, "enable_prefix_caching = None must be True or False"),
+        ({"seed": None}, "seed = None must be an integer"),
+        ({"seed": True}, "seed = True"),
+        ({"seed": 1.0}, "seed = 1.0"),
+        ({"seed": 1 << 64}, "seed = 18446744073709551616"),
+        ({"device": "foo"}, "device = 'foo' can not be used here"),
+        ({"device": None}, "device = None can not be used here"),
+        ({"device": 1.5}, "device = 1.5 can not be used here"),
+        ({"device": "meta"}, "device = 'meta' can not be used here: it computes nothing"),
+        ({"device": "cuda:99"}, "device = 'cuda:99' can not be used here"),
+        ({"device": "xpu"}, "device = 'xpu' can not be used here"),
     ],
 )
 def test_sizes_that_can_not_work(make_llm, options, message):
@@ -320,6 +442,16 @@ def test_a_llama_scores_a_prompt_in_chunks_as_in_one(expected_tokens):
     assert len(scores[0]) == len(prompt)
     for token, one, two in zip(prompt[1:], scores[0][1:], scores[1][1:], strict=True):
         assert one[token].logprob == pytest.approx(two[token].logprob, abs=1e-5)
+
+
+@pytest.mark.parametrize("eos", [1000, -1, [2, 300, -1]])
+def test_end_tokens_outside_the_vocabulary_are_ignored(eos):
+    llm = LLM({**TINY_LLAMA, "eos_token_id": eos}, load_format="dummy", dtype="float32", seed=1)
+    params = SamplingParams(max_tokens=20, min_tokens=20)
+    bad, good = llm.generate([[5, 6], [7, 8]], [params, GREEDY])
+    assert (len(bad.token_ids), bad.finish_reason) == (20, "length")
+    assert good.finish_reason in ("length", "stop")
+    assert llm.engine.eos_token_ids == ({2} if isinstance(eos, list) else set())
 
 
 def test_logits_of_bad_weights_fail_the_request_not_the_engine():

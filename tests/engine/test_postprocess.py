@@ -77,6 +77,39 @@ def ids(text: str) -> list[int]:
         (ids("abXab"), {"stop": "ab", "min_tokens": 1}, "abX", "stop", "ab"),
         ([EOS, *ids("a"), EOS], {"min_tokens": 1}, "a", "stop", None),
         (ids("ab"), {"max_tokens": 2, "stop": "b"}, "a", "stop", "b"),
+        # What completes a stop string may come only when the bytes held back are given up.
+        (ids("日本")[:5], {"max_tokens": 5, "stop": "\ufffd"}, "日", "stop", "\ufffd"),
+        (ids("日本")[:5], {"max_tokens": 5, "stop": ["x", "日\ufffd"]}, "", "stop", "日\ufffd"),
+        (
+            ids("日本")[:5],
+            {"max_tokens": 5, "stop": "\ufffd", "include_stop_str_in_output": True},
+            "日\ufffd",
+            "stop",
+            "\ufffd",
+        ),
+        ([*ids("日本")[:5], EOS], {"stop": "\ufffd"}, "日", "stop", "\ufffd"),
+        (
+            [*ids("日本")[:5], 99],
+            {"stop": "\ufffd", "stop_token_ids": [99]},
+            "日",
+            "stop",
+            "\ufffd",
+        ),
+        ([*ids("日本")[:5], EOS], {}, "日\ufffd", "stop", None),
+        (
+            ids("日本")[:5],
+            {"max_tokens": 5, "min_tokens": 5, "stop": "\ufffd"},
+            "日\ufffd",
+            "length",
+            None,
+        ),
+        (
+            [*ids("ab"), 99],
+            {"stop_token_ids": [99], "stop": "bc", "include_stop_str_in_output": True},
+            "abc",
+            "stop",
+            "bc",
+        ),
     ],
 )
 def test_ends(generate, tokens, params, text, reason, stop_reason):

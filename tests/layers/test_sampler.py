@@ -240,3 +240,41 @@ def test_logprobs_of_given_tokens():
 
 def test_no_rows():
     assert sample(torch.empty(0, 5), []) == []
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}])
+@pytest.mark.parametrize("temperature", [1e39, math.inf, 1e-60, math.nan])
+def test_a_temperature_that_float32_can_not_hold_fails_its_row_alone(temperature, options):
+    torch.manual_seed(3)
+    logits = torch.randn(4, 50)
+    logits[:, 7] = -math.inf
+    good = [RowSampling(temperature=0.7, uniform=u, top_k=5) for u in (0.2, 0.9)]
+    # Comparisons with NaN are false, so that such a row counts as greedy.
+    bad = RowSampling(temperature=temperature, uniform=0.5, masked_tokens=[1], **options)
+    results = sample(logits, [good[0], bad, RowSampling(), good[1]])
+    if temperature == temperature:
+        assert "no distribution to draw from" in results[1].error
+    else:
+        assert results[1].error is None
+    expected = sample(logits[[0, 2, 3]], [good[0], RowSampling(), good[1]])
+    assert [results[i] for i in (0, 2, 3)] == expected
+    assert all(result.error is None for result in expected)
+
+
+def test_the_largest_temperature_draws_from_all_tokens_alike():
+    logits = torch.randn(1, 10) * 30
+    tokens = {
+        sample(logits, [RowSampling(temperature=1e9, uniform=(i + 0.5) / 10)])[0].token_id
+        for i in range(10)
+    }
+    assert tokens == set(range(10))
+
+
+@pytest.mark.parametrize("penalty", [1e-60, 1e39, math.inf, math.nan])
+def test_a_penalty_that_float32_can_not_hold_fails_its_row_alone(penalty):
+    logits = torch.zeros(2, 6)
+    logits[:, 1] = 1.0
+    seen = RowSampling(temperature=1, repetition_penalty=penalty, seen_tokens=[0, 1])
+    results = sample(logits, [seen, RowSampling()])
+    assert "overflow the logits" in results[0].error
+    assert (results[1].token_id, results[1].error) == (1, None)

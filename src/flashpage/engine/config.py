@@ -7,13 +7,20 @@ from typing import Any
 
 import torch
 
+from flashpage.engine.values import show
 from flashpage.errors import ArgumentError
 
 
 def check_size(name: str, value: Any) -> None:
     """Raise `ArgumentError` unless `value` is an integer from 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ArgumentError(f"{name} = {value!r} must be an integer from 1")
+        raise ArgumentError(f"{name} = {show(value)} must be an integer from 1")
+
+
+def check_seed(value: Any) -> None:
+    """Raise `ArgumentError` unless `value` is an integer of 64 bits."""
+    if isinstance(value, bool) or not isinstance(value, int) or not -(1 << 63) <= value < 1 << 64:
+        raise ArgumentError(f"seed = {show(value)} must be an integer from -2**63 to 2**64 - 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +34,7 @@ class EngineConfig:
         max_num_seqs: sequences that run at the same time.
         max_num_batched_tokens: tokens computed per step; long prompts are cut into such chunks.
         enable_prefix_caching: keep the pages of finished requests for those that begin alike.
-        seed: for requests that bring no seed of their own.
+        seed: for requests that bring no seed of their own; an integer of 64 bits.
         dtype, device: of the KV cache; the model's.
     """
 
@@ -50,10 +57,15 @@ class EngineConfig:
             "max_num_batched_tokens",
         ):
             check_size(name, getattr(self, name))
+        check_seed(self.seed)
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise ArgumentError(
+                f"enable_prefix_caching = {show(self.enable_prefix_caching)} must be True or False"
+            )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ArgumentError(
-                f"max_num_batched_tokens = {self.max_num_batched_tokens} is less than "
-                f"max_num_seqs = {self.max_num_seqs}: a step must have room for one token of "
+                f"max_num_batched_tokens = {show(self.max_num_batched_tokens)} is less than "
+                f"max_num_seqs = {show(self.max_num_seqs)}: a step must have room for one token of "
                 "every running sequence"
             )
 

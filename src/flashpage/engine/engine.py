@@ -1,27 +1,35 @@
 """The step-level engine for servers: requests in, one step at a time, outputs out.
 
 `step = schedule -> run -> postprocess`. An engine belongs to one thread: it takes no locks, so
-concurrent callers must hand their requests to the thread that steps. An exception inside a step
-(or Ctrl-C inside the model) leaves every request as it was before the step.
+concurrent callers must hand their requests to the thread that steps.
+
+What can go wrong in a step: an exception in the model, or Ctrl-C while it runs, leaves every
+request as it was before the step, to be stepped again. Logits that are not numbers, or a tokenizer
+that raises when it decodes what a request generated, end that request alone with an error, and the
+other requests of the step get their tokens. After that only code of this package runs, none of
+which raises; a Ctrl-C there is the caller's to defer (`flashpage.engine.interrupt`).
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping, Set
 from collections.abc import Sequence as SequenceOf
+from contextlib import suppress
 from operator import index as as_int
 
 from torch import nn
 
-from flashpage.cache.kv_cache import KVCache
 from flashpage.engine.config import EngineConfig
 from flashpage.engine.detokenizer import Decoder
+from flashpage.engine.memory import allocate_kv_cache
 from flashpage.engine.outputs import EngineStats, FinishReason, RequestOutput
 from flashpage.engine.postprocess import append_token, flush_text, logprob_dict
 from flashpage.engine.request import Request, Sequence, mix_seed
 from flashpage.engine.runner import ChunkResult, Runner
 from flashpage.engine.sampling_params import SamplingParams
 from flashpage.engine.scheduler import Scheduler
+from flashpage.engine.values import show
 from flashpage.errors import RequestError
 
 
@@ -32,22 +40,20 @@ class Engine:
         model: a module as in `flashpage.models` (`config`, `forward`, `compute_logits`).
         tokenizer: gives outputs their text; None leaves it empty (and refuses stop strings).
         config: sizes and limits.
+
+    Raises:
+        ArgumentError: the KV cache does not fit into memory.
     """
 
     def __init__(self, model: nn.Module, tokenizer: Decoder | None, config: EngineConfig) -> None:
         self.config = config
         self.tokenizer = tokenizer
         self.vocab_size: int = model.config.vocab_size
-        self.eos_token_ids = frozenset(model.config.eos_token_ids)
-        self.kv_cache = KVCache(
-            num_layers=model.config.num_layers,
-            num_blocks=config.num_blocks,
-            block_size=config.block_size,
-            num_kv_heads=model.config.num_kv_heads,
-            head_dim=model.config.head_dim,
-            dtype=config.dtype,
-            device=config.device,
+        # Checkpoints also name end tokens that the model has no logit for, or -1 for none.
+        self.eos_token_ids = frozenset(
+            token_id for token_id in model.config.eos_token_ids if 0 <= token_id < self.vocab_size
         )
+        self.kv_cache = allocate_kv_cache(model.config, config)
         self._scheduler = Scheduler(config)
         self._runner = Runner(model, self.kv_cache, config.device, self.eos_token_ids)
         self._requests: dict[str, Request] = {}
@@ -61,25 +67,40 @@ class Engine:
         sampling_params: SamplingParams | None = None,
         *,
         prompt: str | None = None,
+        on_output: Callable[[RequestOutput], None] | None = None,
     ) -> None:
-        """Queue a request; `prompt`, its text, is only handed back in the output.
+        """Queue a request.
+
+        Args:
+            request_id: names it until it has ended.
+            prompt_token_ids: ids of the model's vocabulary; they are copied.
+            sampling_params: None takes the defaults (so at most 16 tokens).
+            prompt: the prompt's text, only handed back in the output.
+            on_output: called with every output of the request, whoever steps or aborts; must
+                neither raise nor use the engine.
 
         Raises `RequestError`, and changes nothing, if the id is in use or `check_request` objects.
         """
+        if not isinstance(request_id, str):
+            raise RequestError(f"request_id = {show(request_id)} must be a string")
         if request_id in self._requests:
             raise RequestError(f"request_id = {request_id!r} is in use by an unfinished request")
         params = SamplingParams() if sampling_params is None else sampling_params
         token_ids, max_tokens = self.check_request(prompt_token_ids, params)
         seed = mix_seed(self.config.seed, self._num_requests)
-        request = Request(
-            request_id,
-            prompt,
-            token_ids,
-            params,
-            max_tokens=max_tokens,
-            seed=seed if params.seed is None else params.seed,
-            tokenizer=self.tokenizer,
-        )
+        try:
+            request = Request(
+                request_id,
+                prompt,
+                token_ids,
+                params,
+                max_tokens=max_tokens,
+                seed=seed if params.seed is None else params.seed,
+                tokenizer=self.tokenizer,
+                on_output=on_output,
+            )
+        except Exception as error:  # whatever a tokenizer raises: it decodes the prompt's end
+            raise RequestError(f"the tokenizer can not decode the prompt: {show(error)}") from error
         self._num_requests += 1
         self._requests[request_id] = request
         self._scheduler.add(request.sequences[:1])
@@ -89,9 +110,12 @@ class Engine:
     ) -> tuple[list[int], int]:
         """The prompt as a list of ints and the tokens to generate at most, or `RequestError`.
 
-        Refused are an empty prompt, ids outside the vocabulary, and what can never fit into
-        `max_model_len` or the cache's pages, with the numbers.
+        Refused are what is not a sequence of ids or not `SamplingParams`, an empty prompt, ids
+        outside the vocabulary, and what can never fit into `max_model_len` or the cache's pages,
+        with the numbers.
         """
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling_params must be SamplingParams, not {show(params)}")
         token_ids = self._check_token_ids("prompt_token_ids", prompt_token_ids)
         if not token_ids:
             raise RequestError("the prompt is empty: it needs at least one token")
@@ -100,9 +124,11 @@ class Engine:
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(params, name)
             if count is not None and count > self.vocab_size:
-                raise RequestError(f"{name} = {count} is more than the {self.vocab_size} tokens")
+                raise RequestError(
+                    f"{name} = {show(count)} is more than the {self.vocab_size} tokens"
+                )
         if params.stop_strings and self.tokenizer is None:
-            raise RequestError(f"stop = {params.stop!r} needs an engine with a tokenizer")
+            raise RequestError(f"stop = {show(params.stop)} needs an engine with a tokenizer")
         return token_ids, self._check_length(len(token_ids), params)
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -115,9 +141,8 @@ class Engine:
             return None
         for sequence in request.sequences:
             if not sequence.is_finished:
-                flush_text(sequence)
-                self._finish(sequence, "abort")
-        return request.output()
+                self._finish_early(sequence, "abort")
+        return request.report()
 
     def step(self) -> list[RequestOutput]:
         """Compute one batch; returns the requests that gained a token or ended."""
@@ -167,25 +192,19 @@ class Engine:
         for request_id, request in advanced.items():
             if request.is_finished:
                 del self._requests[request_id]
-        return [request.output() for request in advanced.values()]
+        return [request.report() for request in advanced.values()]
 
     def _advance(self, sequence: Sequence, result: ChunkResult) -> None:
         request = sequence.request
-        if request.prompt_logprobs is not None:
-            request.prompt_logprobs += [
-                logprob_dict(row, self.tokenizer) for row in result.prompt_logprobs
-            ]
-        if result.error is not None:
-            self._fail(sequence, result.error)
+        error = result.error
+        try:
+            self._append_result(sequence, result)
+        except Exception as raised:  # whatever a tokenizer raises when it decodes
+            error = error or f"the tokenizer can not decode its tokens: {show(raised)}"
+        if error is not None:
+            self._fail(sequence, error)
             return
-        if result.sampled is not None:
-            now = time.perf_counter()
-            request.first_token_time = request.first_token_time or now
-            self._num_generated += 1
-            if result.sampled.logprobs is not None:
-                sequence.logprobs.append(logprob_dict(result.sampled.logprobs, self.tokenizer))
-            append_token(sequence, result.sampled.token_id, self.eos_token_ids)
-        elif result.chunk.is_last:
+        if result.sampled is None and result.chunk.is_last:
             sequence.finish_reason = "length"
         if result.chunk.is_last and request.siblings_waiting:
             self._scheduler.add_first(request.siblings_waiting)
@@ -193,14 +212,36 @@ class Engine:
         if sequence.finish_reason is not None:
             self._finish(sequence, sequence.finish_reason)
 
+    def _append_result(self, sequence: Sequence, result: ChunkResult) -> None:
+        request = sequence.request
+        if request.prompt_logprobs is not None:
+            request.prompt_logprobs += [
+                logprob_dict(row, self.tokenizer) for row in result.prompt_logprobs
+            ]
+        if result.error is not None or result.sampled is None:
+            return
+        logprobs = result.sampled.logprobs
+        entry = None if logprobs is None else logprob_dict(logprobs, self.tokenizer)
+        request.first_token_time = request.first_token_time or time.perf_counter()
+        self._num_generated += 1
+        if entry is not None:
+            sequence.logprobs.append(entry)
+        append_token(sequence, result.sampled.token_id, self.eos_token_ids)
+
     def _fail(self, sequence: Sequence, error: str) -> None:
         """End a sequence, and siblings that would compute the same prompt, with an error."""
         request = sequence.request
         for failed in (sequence, *request.siblings_waiting):
             failed.error = f"request {request.request_id!r} failed: {error}"
-            flush_text(failed)
-            self._finish(failed, "error")
+            self._finish_early(failed, "error")
         request.siblings_waiting = []
+
+    def _finish_early(self, sequence: Sequence, reason: FinishReason) -> None:
+        """End a sequence that would go on, with all of its text that can be had."""
+        with suppress(Exception):  # whatever a tokenizer raises when it decodes
+            flush_text(sequence)
+        sequence.stop_reason = None
+        self._finish(sequence, reason)
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         sequence.finish_reason = reason
@@ -211,15 +252,25 @@ class Engine:
             request.finish_time = time.perf_counter()
 
     def _check_token_ids(self, name: str, token_ids: SequenceOf[int]) -> list[int]:
+        # Tensors and arrays are welcome; bytes would pass as ids, and a set has no order.
+        if isinstance(token_ids, (str, bytes, Mapping, Set)):
+            items = None
+        else:
+            try:
+                items = list(token_ids)
+            except TypeError:  # also of a tensor without dimensions
+                items = None
+        if items is None:
+            raise RequestError(f"{name} = {show(token_ids)} must be a sequence of token ids")
         checked: list[int] = []
-        for position, token_id in enumerate(token_ids):
+        for position, token_id in enumerate(items):
             try:
                 value = -1 if isinstance(token_id, bool) else as_int(token_id)
             except TypeError:
                 value = -1
             if not 0 <= value < self.vocab_size:
                 raise RequestError(
-                    f"{name}[{position}] = {token_id!r} is not a token of the vocabulary "
+                    f"{name}[{position}] = {show(token_id)} is not a token of the vocabulary "
                     f"(an integer from 0 to {self.vocab_size - 1})"
                 )
             checked.append(value)
@@ -237,14 +288,15 @@ class Engine:
             if max_tokens < max(params.min_tokens, 1):
                 raise RequestError(
                     f"a prompt of {num_prompt_tokens} tokens leaves no room for "
-                    f"{max(params.min_tokens, 1)} more: the limit is {limit} tokens "
+                    f"{show(max(params.min_tokens, 1))} more: the limit is {limit} tokens "
                     f"(max_model_len = {config.max_model_len}, cache of {config.num_blocks} pages "
                     f"of {config.block_size} tokens)"
                 )
         total = num_prompt_tokens + max_tokens
         if total > config.max_model_len:
             raise RequestError(
-                f"{num_prompt_tokens} prompt tokens + max_tokens = {max_tokens} make {total}: "
+                f"{num_prompt_tokens} prompt tokens + max_tokens = {show(max_tokens)} make "
+                f"{show(total)}: "
                 f"more than max_model_len = {config.max_model_len}"
             )
         pages = config.num_pages(num_prompt_tokens + max(max_tokens - 1, 0))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -11,10 +12,10 @@ from typing import Any
 import torch
 
 from flashpage.cache.kv_cache import KVCache
-from flashpage.engine.config import EngineConfig, check_size
+from flashpage.engine.config import EngineConfig, check_seed, check_size
 from flashpage.engine.engine import Engine
 from flashpage.engine.interrupt import deferred_interrupt
-from flashpage.engine.memory import choose_num_blocks
+from flashpage.engine.memory import check_device, choose_num_blocks
 from flashpage.engine.outputs import RequestOutput, StreamPiece
 from flashpage.engine.progress import Progress
 from flashpage.engine.prompts import (
@@ -23,9 +24,11 @@ from flashpage.engine.prompts import (
     Prompt,
     encode_chat,
     encode_prompt,
+    split_chats,
     split_prompts,
 )
 from flashpage.engine.sampling_params import SamplingParams
+from flashpage.engine.values import show
 from flashpage.errors import ArgumentError, RequestError
 from flashpage.weights.load import LoadedModel, load_model
 from flashpage.weights.tokenizer import Tokenizer
@@ -52,10 +55,11 @@ class LLM:
         max_model_len: prompt and generated tokens of a sequence at most; None takes the model's
             limit, or what the cache can hold if that is less.
         enable_prefix_caching: share the pages of prompts that begin alike.
-        seed: for requests without a seed of their own, and for dummy weights.
+        seed: for requests without a seed of their own, and for dummy weights; an integer.
 
     Raises:
-        ArgumentError: a size out of range, or a cache too small for one `max_model_len` sequence.
+        ArgumentError: a size or the seed out of range, a device that can not be used here, or a
+            cache that does not fit into memory or is too small for one `max_model_len` sequence.
         CheckpointError, DownloadError: the model can not be loaded.
     """
 
@@ -76,6 +80,8 @@ class LLM:
         enable_prefix_caching: bool = True,
         seed: int = 0,
     ) -> None:
+        check_seed(seed)
+        device = check_device(device)
         loaded = load_model(
             model,
             dtype=dtype,
@@ -86,7 +92,7 @@ class LLM:
         )
         config = _engine_config(
             loaded,
-            device=torch.device(device),
+            device=device,
             block_size=block_size,
             num_blocks=num_blocks,
             kv_cache_memory=kv_cache_memory,
@@ -101,9 +107,6 @@ class LLM:
         self.tokenizer = loaded.tokenizer
         self.engine = Engine(loaded.model, loaded.tokenizer, config)
         self._ids = count()
-        # The latest output of each request that someone here waits for. Any caller's step serves
-        # all of them, so that a half-read stream goes on while another call runs.
-        self._latest: dict[str, RequestOutput | None] = {}
 
     def generate(
         self,
@@ -117,7 +120,8 @@ class LLM:
         Args:
             prompts: a text, token ids (a list of ints), a chat (a list of `{"role", "content"}`),
                 or a list of these.
-            sampling_params: one for all, or one per prompt.
+            sampling_params: one for all, or one per prompt. None takes `SamplingParams()`, which
+                ends each text after 16 tokens: give `SamplingParams(max_tokens=...)` for more.
             progress: show a bar on stderr; None shows it on a terminal, when it takes long.
 
         Raises:
@@ -126,6 +130,8 @@ class LLM:
 
         A request that fails while it runs (logits that are not numbers) does not raise: its
         `finish_reason` is "error", and the others go on. Ctrl-C aborts all requests of this call.
+        A request that is aborted by others through `engine` is returned as far as it came, with
+        the `finish_reason` "abort".
         """
         return self._run(self._jobs(split_prompts(prompts), sampling_params), progress)
 
@@ -136,10 +142,12 @@ class LLM:
         *,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or many; otherwise as `generate`."""
-        if not messages or isinstance(messages[0], Mapping):
-            messages = [messages]
-        jobs = self._jobs(list(messages), sampling_params, encode=encode_chat)
+        """Answer one conversation or many; otherwise as `generate`.
+
+        Without `sampling_params` an answer is cut after 16 tokens, as there: give
+        `SamplingParams(max_tokens=None)` to let the model end it.
+        """
+        jobs = self._jobs(split_chats(messages), sampling_params, encode=encode_chat)
         return self._run(jobs, progress)
 
     def stream(
@@ -149,6 +157,11 @@ class LLM:
 
         The pieces' texts joined are the final text: a piece never splits a character, nor shows
         the beginning of a stop string that is then cut. Closing the iterator aborts the request.
+        Whoever else steps the `engine` moves the stream on too, and who aborts its request there
+        ends it, with the `finish_reason` "abort".
+
+        Without `sampling_params` the text, or the answer to a chat, is cut after 16 tokens, as in
+        `generate`: `SamplingParams(max_tokens=None)` lets the model end it.
 
         Raises:
             RequestError: at once, if the prompt or the parameters can not be served.
@@ -169,6 +182,11 @@ class LLM:
             sampling_params = SamplingParams()
         if isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params] * len(prompts)
+        if not isinstance(sampling_params, (list, tuple)):
+            raise RequestError(
+                f"sampling_params must be SamplingParams or a list of them, "
+                f"not {show(sampling_params)}"
+            )
         if len(sampling_params) != len(prompts):
             raise RequestError(
                 f"{len(prompts)} prompts but {len(sampling_params)} sampling_params: "
@@ -178,7 +196,9 @@ class LLM:
         for i, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True)):
             try:
                 if not isinstance(params, SamplingParams):
-                    raise RequestError(f"sampling_params must be SamplingParams, not {params!r}")
+                    raise RequestError(
+                        f"sampling_params must be SamplingParams, not {show(params)}"
+                    )
                 encoded = encode(prompt, self.tokenizer)
                 self.engine.check_request(encoded.token_ids, params)
             except RequestError as error:
@@ -186,34 +206,50 @@ class LLM:
             jobs.append(_Job(encoded, params))
         return jobs
 
+    # A request's outputs come to whoever waits for it through its `on_output`, and not as the
+    # result of a step: any caller's step serves all requests, and any caller can abort them.
+
     def _run(self, jobs: Sequence[_Job], progress: bool | None) -> list[RequestOutput]:
-        ids: list[str] = []
+        ids = [f"llm-{next(self._ids)}" for _ in jobs]
+        finished: dict[str, RequestOutput] = {}
+
+        def receive(output: RequestOutput) -> None:
+            if output.finished:
+                finished[output.request_id] = output
+
+        added: list[str] = []
         try:
-            ids += [self._add(job) for job in jobs]
-            unfinished = set(ids)
+            for request_id, job in zip(ids, jobs, strict=True):
+                with deferred_interrupt():
+                    self._add(request_id, job, receive)
+                    added.append(request_id)
             tokens_before = self.engine.stats().tokens_generated
             with Progress(len(ids), progress) as bar:
-                while unfinished:
-                    unfinished -= {o.request_id for o in self._step() if o.finished}
+                while len(finished) < len(ids):
+                    self._step()
                     num_tokens = self.engine.stats().tokens_generated - tokens_before
-                    bar.update(len(ids) - len(unfinished), num_tokens)
-            return [self._latest[request_id] for request_id in ids]
+                    bar.update(len(finished), num_tokens)
+            return [finished[request_id] for request_id in ids]
         finally:
-            for request_id in ids:
-                self._drop(request_id)
+            for request_id in added:
+                if request_id not in finished:
+                    self.engine.abort(request_id)
 
     def _stream(self, job: _Job) -> Iterator[StreamPiece]:
-        request_id = self._add(job)
+        request_id = f"llm-{next(self._ids)}"
+        latest: deque[RequestOutput] = deque(maxlen=1)  # an output holds all that came before
         seen_text = [0] * job.params.n
         seen_tokens = [0] * job.params.n
         ended: set[int] = set()
+        finished = False
+        self._add(request_id, job, latest.append)
         try:
-            while True:
-                output = self._latest[request_id]
-                if output is None:
+            while not finished:
+                if not latest:
                     self._step()
                     continue
-                self._latest[request_id] = None
+                output = latest.pop()
+                finished = output.finished
                 for part in output.outputs:
                     text = part.text[seen_text[part.index] :]
                     token_ids = part.token_ids[seen_tokens[part.index] :]
@@ -225,32 +261,22 @@ class LLM:
                     if reason:
                         ended.add(part.index)
                     yield StreamPiece(part.index, text, token_ids, reason, output)
-                if output.finished:
-                    return
         finally:
-            self._drop(request_id)
+            if not (finished or (latest and latest[0].finished)):
+                self.engine.abort(request_id)
 
-    def _add(self, job: _Job) -> str:
-        request_id = f"llm-{next(self._ids)}"
+    def _add(self, request_id: str, job: _Job, on_output: Callable[[RequestOutput], None]) -> None:
         self.engine.add_request(
-            request_id, job.prompt.token_ids, job.params, prompt=job.prompt.text
+            request_id,
+            job.prompt.token_ids,
+            job.params,
+            prompt=job.prompt.text,
+            on_output=on_output,
         )
-        self._latest[request_id] = None
-        return request_id
 
-    def _step(self) -> list[RequestOutput]:
+    def _step(self) -> None:
         with deferred_interrupt():
-            outputs = self.engine.step()
-            self._latest.update(
-                (output.request_id, output)
-                for output in outputs
-                if output.request_id in self._latest
-            )
-        return outputs
-
-    def _drop(self, request_id: str) -> None:
-        self.engine.abort(request_id)
-        self._latest.pop(request_id, None)
+            self.engine.step()
 
 
 def _engine_config(
@@ -278,7 +304,8 @@ def _engine_config(
     limit = model.max_position_embeddings
     if max_model_len is not None and max_model_len > limit:
         raise ArgumentError(
-            f"max_model_len = {max_model_len} is more than the {limit} positions of {loaded.name}"
+            f"max_model_len = {show(max_model_len)} is more than the {limit} positions "
+            f"of {loaded.name}"
         )
     dtype = loaded.model.dtype
     bytes_per_block = KVCache.bytes_per_block(
@@ -296,8 +323,9 @@ def _engine_config(
     needed = -(-(max_model_len or 1) // block_size)
     if num_blocks < needed:
         raise ArgumentError(
-            f"the KV cache has {num_blocks} pages of {block_size} tokens ({bytes_per_block} bytes "
-            f"each); one sequence of max_model_len = {max_model_len or 1} tokens needs {needed}"
+            f"the KV cache has {num_blocks} pages of {show(block_size)} tokens "
+            f"({show(bytes_per_block)} bytes each); one sequence of max_model_len = "
+            f"{max_model_len or 1} tokens needs {needed}"
         )
     return EngineConfig(
         num_blocks=num_blocks,

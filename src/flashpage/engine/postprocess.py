@@ -12,7 +12,10 @@ def append_token(sequence: Sequence, token_id: int, eos_token_ids: frozenset[int
     """Add a generated token; sets `finish_reason` (and `stop_reason`) if it is the last one.
 
     A stop token's own text is shown only with `include_stop_str_in_output`. Nothing stops a
-    sequence before it has more than `min_tokens` tokens, except `max_tokens`.
+    sequence before it has more than `min_tokens` tokens, except `max_tokens`. Where a stop string
+    cuts the text, it is the reason, whatever else ends the sequence with the same token.
+
+    Whatever the tokenizer raises passes through; the token is counted then, its text lacking.
     """
     params = sequence.params
     sequence.token_ids.append(token_id)
@@ -23,21 +26,31 @@ def append_token(sequence: Sequence, token_id: int, eos_token_ids: frozenset[int
     if may_stop and (is_eos or is_stop_token):
         sequence.finish_reason = "stop"
         sequence.stop_reason = token_id if is_stop_token else None
-    stopped_by_token = sequence.is_finished
-    if not stopped_by_token or params.include_stop_str_in_output:
-        _append_text(sequence, token_id, may_stop)
-    if not sequence.is_finished and sequence.num_output_tokens >= sequence.request.max_tokens:
+    elif sequence.num_output_tokens >= sequence.request.max_tokens:
         sequence.finish_reason = "length"
-    if stopped_by_token or sequence.finish_reason == "length":
-        flush_text(sequence)
-
-
-def flush_text(sequence: Sequence) -> None:
-    """Show the text that was held back, because no more will come."""
-    if sequence.detokenizer is None or sequence.stop_matcher is None:
+    if sequence.detokenizer is None:
         return
-    shown, _ = sequence.stop_matcher.push(sequence.detokenizer.flush())
-    sequence.text += shown + sequence.stop_matcher.flush()
+    stop = None
+    if sequence.finish_reason != "stop" or params.include_stop_str_in_output:
+        stop = _show(sequence, sequence.detokenizer.push(token_id), may_stop)
+    if stop is None and sequence.is_finished:
+        stop = flush_text(sequence, may_stop)
+    if stop is not None:
+        sequence.finish_reason = "stop"
+        sequence.stop_reason = stop
+
+
+def flush_text(sequence: Sequence, may_stop: bool = False) -> str | None:
+    """Show the text that was held back, because no more will come.
+
+    Only if it `may_stop` is the text cut at a stop string, which is returned: bytes that did not
+    become a character can complete one.
+    """
+    if sequence.detokenizer is None or sequence.stop_matcher is None:
+        return None
+    stop = _show(sequence, sequence.detokenizer.flush(), may_stop)
+    sequence.text += sequence.stop_matcher.flush()
+    return stop
 
 
 def logprob_dict(row: TokenLogprobs, tokenizer: Decoder | None) -> TokenLogprobDict:
@@ -60,12 +73,11 @@ def logprob_dict(row: TokenLogprobs, tokenizer: Decoder | None) -> TokenLogprobD
     return result
 
 
-def _append_text(sequence: Sequence, token_id: int, may_stop: bool) -> None:
-    if sequence.detokenizer is None or sequence.stop_matcher is None:
-        return
-    piece = sequence.detokenizer.push(token_id)
-    shown, stop = sequence.stop_matcher.push(piece) if may_stop else (piece, None)
+def _show(sequence: Sequence, piece: str, may_stop: bool) -> str | None:
+    """Add to the text what can be shown; returns the stop string at which it was cut."""
+    matcher = sequence.stop_matcher
+    if matcher is None:
+        return None
+    shown, stop = matcher.push(piece) if may_stop else (matcher.flush() + piece, None)
     sequence.text += shown
-    if stop is not None and not sequence.is_finished:
-        sequence.finish_reason = "stop"
-        sequence.stop_reason = stop
+    return stop

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from flashpage.engine.values import show
 from flashpage.errors import RequestError
 
 if TYPE_CHECKING:
@@ -32,11 +33,18 @@ def split_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         return [prompts]
     if not isinstance(prompts, (list, tuple)):
         raise RequestError(
-            f"prompts must be a string, token ids, a chat, or a list of these, not {prompts!r}"
+            f"prompts must be a string, token ids, a chat, or a list of these, not {show(prompts)}"
         )
     if prompts and all(isinstance(item, (int, Mapping)) for item in prompts):
         return [prompts]
     return list(prompts)
+
+
+def split_chats(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Any]:
+    """One chat or a list of chats, as a list of chats; `encode_chat` checks each."""
+    if not isinstance(messages, (list, tuple)) or not messages or isinstance(messages[0], Mapping):
+        return [messages]
+    return list(messages)
 
 
 def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> EncodedPrompt:
@@ -44,7 +52,7 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> EncodedPrompt:
     if isinstance(prompt, str):
         return EncodedPrompt(prompt, _need(tokenizer, "a text").encode(prompt))
     if not isinstance(prompt, (list, tuple)):
-        raise RequestError(f"a prompt is a string, token ids or a chat, not {prompt!r}")
+        raise RequestError(f"a prompt is a string, token ids or a chat, not {show(prompt)}")
     if prompt and isinstance(prompt[0], Mapping):
         return encode_chat(prompt, tokenizer)
     return EncodedPrompt(None, list(prompt))
@@ -53,14 +61,14 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> EncodedPrompt:
 def encode_chat(messages: Sequence[Any], tokenizer: Tokenizer | None) -> EncodedPrompt:
     """Token ids of a conversation, up to where the assistant's next answer begins."""
     if not isinstance(messages, (list, tuple)) or not messages:
-        raise RequestError(f"a chat is a list of at least one message, not {messages!r}")
+        raise RequestError(f"a chat is a list of at least one message, not {show(messages)}")
     for position, message in enumerate(messages):
         if not isinstance(message, Mapping) or not all(
             isinstance(message.get(key), str) for key in ("role", "content")
         ):
             raise RequestError(
                 f"message {position} of a chat must have a 'role' and a 'content', both strings: "
-                f"got {message!r}"
+                f"got {show(message)}"
             )
     tokenizer = _need(tokenizer, "a chat")
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -129,12 +130,14 @@ class Request:
         max_tokens: int,
         seed: int,
         tokenizer: Decoder | None,
+        on_output: Callable[[RequestOutput], None] | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
         self.prompt_token_ids = prompt_token_ids
         self.params = params
         self.max_tokens = max_tokens
+        self.on_output = on_output
         self.prompt_logprobs: list[TokenLogprobDict | None] | None = (
             None if params.prompt_logprobs is None else [None]
         )
@@ -164,6 +167,13 @@ class Request:
     def is_finished(self) -> bool:
         """Whether all sequences are finished."""
         return all(sequence.is_finished for sequence in self.sequences)
+
+    def report(self) -> RequestOutput:
+        """A snapshot, which `on_output` gets too."""
+        output = self.output()
+        if self.on_output is not None:
+            self.on_output(output)
+        return output
 
     def output(self) -> RequestOutput:
         """A snapshot for the user."""

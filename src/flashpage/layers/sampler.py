@@ -76,7 +76,8 @@ def sample(logits: Tensor, rows: Sequence[RowSampling]) -> list[SampledRow]:
 
     Returns:
         One `SampledRow` per row. A row with NaN, +inf or nothing but -inf gets an error, as does
-        one whose masked tokens leave nothing to choose; the other rows do not notice.
+        one whose masked tokens leave nothing to choose, or whose temperature or min_p leaves no
+        distribution to draw from; the other rows do not notice.
     """
     if not rows:
         return []
@@ -89,8 +90,19 @@ def sample(logits: Tensor, rows: Sequence[RowSampling]) -> list[SampledRow]:
     token_ids = adjusted.argmax(dim=-1)
     drawn = [i for i, row in enumerate(rows) if row.temperature > 0 and i not in errors]
     if drawn:
+        scores = temper(adjusted[drawn], [rows[i] for i in drawn])
+        bad = {drawn[j] for j in _non_finite_maxima(scores)}
+        for i in bad:
+            errors[i] = (
+                f"temperature = {rows[i].temperature} and min_p = {rows[i].min_p} leave no "
+                "distribution to draw from"
+            )
+        if bad:
+            scores = scores[[j for j, i in enumerate(drawn) if i not in bad]]
+            drawn = [i for i in drawn if i not in bad]
+    if drawn:
         index = torch.tensor(drawn, device=logits.device)
-        token_ids[index] = draw(adjusted[index], [rows[i] for i in drawn])
+        token_ids[index] = draw(scores, [rows[i] for i in drawn])
 
     reported = [i for i, row in enumerate(rows) if row.num_logprobs is not None and i not in errors]
     logprobs: dict[int, TokenLogprobs] = {}
@@ -175,41 +187,54 @@ def apply_edits(logits: Tensor, rows: Sequence[RowSampling]) -> Tensor:
     return logits
 
 
-def draw(logits: Tensor, rows: Sequence[RowSampling]) -> Tensor:
-    """Draw one token per row at its temperature (> 0), after min_p, top_k and top_p.
+def temper(logits: Tensor, rows: Sequence[RowSampling]) -> Tensor:
+    """The scores whose exponentials are drawn from: over the temperature (> 0), after min_p.
 
     Args:
-        logits: `[num_rows, vocab_size]` float32.
+        logits: `[num_rows, vocab_size]` float32, each row's maximum finite.
+
+    Returns:
+        `[num_rows, vocab_size]` float32, each row's maximum 0; not 0 where the temperature (or
+        min_p) is nothing that float32 can divide by (or compare with).
+    """
+    # The largest becomes 0 before the division: no temperature can make the scores overflow.
+    scores = logits - logits.amax(dim=-1, keepdim=True)
+    scores /= _column([row.temperature for row in rows], scores)
+    if any(row.min_p > 0 for row in rows):
+        floor = [math.log(row.min_p) if row.min_p > 0 else -math.inf for row in rows]
+        scores.masked_fill_(scores < _column(floor, scores), -math.inf)
+    return scores
+
+
+def draw(scores: Tensor, rows: Sequence[RowSampling]) -> Tensor:
+    """Draw one token per row, after top_k and top_p.
+
+    Args:
+        scores: `[num_rows, vocab_size]` float32, each row's maximum 0 (see `temper`).
 
     Returns:
         `[num_rows]` int64.
     """
-    vocab_size = logits.shape[-1]
-
-    def column(values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=logits.device)[:, None]
-
-    # The largest becomes 0 before the division: no temperature can make the scores overflow.
-    scores = logits - logits.amax(dim=-1, keepdim=True)
-    scores /= column([row.temperature for row in rows])
-    if any(row.min_p > 0 for row in rows):
-        floor = column([math.log(row.min_p) if row.min_p > 0 else -math.inf for row in rows])
-        scores.masked_fill_(scores < floor, -math.inf)
-
-    uniform = column([row.uniform for row in rows], torch.float64)
+    vocab_size = scores.shape[-1]
+    uniform = _column([row.uniform for row in rows], scores, torch.float64)
     ranked = [i for i, row in enumerate(rows) if 0 < row.top_k < vocab_size or row.top_p < 1]
     if not ranked:
         return _invert_cdf(scores.exp(), uniform)
-    token_ids = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-    index = torch.tensor(ranked, device=logits.device)
-    top_k = column([min(rows[i].top_k or vocab_size, vocab_size) for i in ranked], torch.int64)
-    top_p = column([rows[i].top_p for i in ranked], torch.float64)
+    token_ids = torch.empty(len(rows), dtype=torch.int64, device=scores.device)
+    index = torch.tensor(ranked, device=scores.device)
+    counts = [min(rows[i].top_k or vocab_size, vocab_size) for i in ranked]
+    top_k = _column(counts, scores, torch.int64)
+    top_p = _column([rows[i].top_p for i in ranked], scores, torch.float64)
     token_ids[index] = _draw_ranked(scores[index], top_k, top_p, uniform[index])
     if len(ranked) < len(rows):
         plain = sorted(set(range(len(rows))) - set(ranked))
-        index = torch.tensor(plain, device=logits.device)
+        index = torch.tensor(plain, device=scores.device)
         token_ids[index] = _invert_cdf(scores[index].exp(), uniform[index])
     return token_ids
+
+
+def _column(values: Sequence[float], like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.tensor(values, dtype=dtype, device=like.device)[:, None]
 
 
 def _draw_ranked(scores: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
