@@ -30,6 +30,7 @@ from flashpage.engine.prompts import (
 from flashpage.engine.sampling_params import SamplingParams
 from flashpage.engine.values import show
 from flashpage.errors import ArgumentError, RequestError
+from flashpage.layers import attention, fused
 from flashpage.weights.load import LoadedModel, load_model
 from flashpage.weights.tokenizer import Tokenizer
 
@@ -106,6 +107,10 @@ class LLM:
         self.model_config = loaded.config
         self.tokenizer = loaded.tokenizer
         self.engine = Engine(loaded.model, loaded.tokenizer, config)
+        if config.device.type == "cpu":
+            # Compiling belongs to loading, not into the middle of the first answer.
+            fused.load_kernels()
+            attention.load_kernels()
         self._ids = count()
 
     def generate(
