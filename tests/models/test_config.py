@@ -254,6 +254,7 @@ class TestRefused:
                 {"factor": 5e6, "mscale": 1.7e308, "mscale_all_dim": 1.7e308},
                 "attention_factor .*got nan",
             ),
+            ({"attention_factor": 1e30}, "attention factor .*at most 100.0, got 1e.30"),
             ({"attention_factor": -1.0}, "attention_factor .*> 0, got -1.0"),
             ({"original_max_position_embeddings": "x"}, "original_max_position_emb.*got 'x'"),
             ({"rope_theta": 1.0}, "angles that are not finite"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +22,9 @@ _HF_CLASSES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
+
+# Scores grow by its square and would overflow. What yarn recommends stays below 4.
+_MAX_ATTENTION_FACTOR = 100.0
 
 # Fields of relatives of Llama that change the arithmetic, with the values that leave it alone.
 _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
@@ -343,6 +345,11 @@ def _checked(config: ModelConfig, fields: Fields) -> ModelConfig:
         raise CheckpointError(
             f"{fields.source}: head_dim must be at least 4 for dynamic rope, got {config.head_dim}"
         )
+    if not 0 < config.rope.attention_factor <= _MAX_ATTENTION_FACTOR:
+        raise CheckpointError(
+            f"{fields.source}: the attention factor of rope must be > 0 and at most "
+            f"{_MAX_ATTENTION_FACTOR}, got {config.rope.attention_factor}"
+        )
     if not _has_finite_angles(config):
         raise CheckpointError(
             f"{fields.source}: these rope parameters give angles that are not finite: {config.rope}"
@@ -357,7 +364,7 @@ def _has_finite_angles(config: ModelConfig) -> bool:
     except (ArithmeticError, ValueError):
         return False
     angles = frequencies * config.max_position_embeddings
-    return math.isfinite(config.rope.attention_factor) and bool(angles.isfinite().all())
+    return bool(angles.isfinite().all())
 
 
 def _first(ids: Sequence[int]) -> int | None:
