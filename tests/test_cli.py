@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -129,6 +131,7 @@ class TestErrors:
             (("generate", "x", "--dtype", "float8"), "float8"),
             (("generate", "x", "--max-tokens", "5000"), "max_model_len = 400"),
             (("generate", "", "--raw"), "the prompt is empty"),
+            (("generate", "x", "--seed", "9" * 23), "seed must be an integer from -2**63"),
             (("bench", "--prompt-len", "300", "--new-tokens", "300"), "400 positions"),
         ],
     )
@@ -144,6 +147,34 @@ class TestErrors:
         result = CliRunner().invoke(cli.app, ["generate", "x", "--model", name])
         assert result.exit_code == 2
         assert f"{name} is neither a file nor a directory" in result.stderr
+
+    def test_cache_in_the_home_of_nobody(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("FLASHPAGE_CACHE", "~no-such-user/x")
+        result = CliRunner().invoke(cli.app, ["generate", "x"])
+        assert result.exit_code == 2
+        assert "'~no-such-user/x'" in result.stderr
+
+    @pytest.mark.parametrize("arguments", [("generate", "-"), ("chat",)])
+    @pytest.mark.parametrize(
+        ("redirected", "words"), [("", "not valid utf-8"), ("<&-", "stdin is closed")]
+    )
+    def test_stdin_that_is_no_text(
+        self, arguments: tuple[str, ...], redirected: str, words: str, model: str
+    ) -> None:
+        options = ["--model", model, "--load-format", "dummy", "--dtype", "float32"]
+        command = shlex.join([sys.executable, "-m", "flashpage", *arguments, *options])
+        result = subprocess.run(
+            f"{command} {redirected}",
+            shell=True,
+            input=b"\xff\n",
+            cwd=Path(flashpage.__file__).parents[1],
+            env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"},
+            capture_output=True,
+        )
+        assert result.returncode == 2
+        (line,) = result.stderr.decode().splitlines()
+        assert line.startswith("flashpage: error: ")
+        assert words in line
 
     def test_unknown_option(self, invoke: Any) -> None:
         assert invoke("generate", "x", "--tempurature", "1").exit_code == 2
@@ -223,7 +254,10 @@ class TestBackends:
         assert "paged bfloat16 on cpu" in result.stdout
         assert "decode" in result.stdout
 
-    @pytest.mark.parametrize("options", [("--dtype", "int8"), ("--layout", "sparse")])
+    @pytest.mark.parametrize(
+        "options",
+        [("--dtype", "int8"), ("--layout", "sparse"), ("--device", "foo"), ("--head-dim", "300")],
+    )
     def test_unknown_values(self, options: tuple[str, ...]) -> None:
         result = CliRunner().invoke(cli.app, ["backends", *options])
         assert result.exit_code == 2
@@ -238,6 +272,19 @@ def test_help_imports_nothing_heavy() -> None:
     )
     source = Path(flashpage.__file__).parents[1]
     subprocess.run([sys.executable, "-c", code], check=True, cwd=source)
+
+
+def test_output_that_the_terminal_can_not_show(model: str) -> None:
+    """Random weights give many bytes that are no character; the text still ends."""
+    options = ["--model", model, "--load-format", "dummy", "--dtype", "float32"]
+    result = subprocess.run(
+        [sys.executable, "-m", "flashpage", "generate", "Hi", "--max-tokens", "40", *options],
+        cwd=Path(flashpage.__file__).parents[1],
+        env={**os.environ, "PYTHONIOENCODING": "latin-1:strict"},
+        capture_output=True,
+    )
+    assert result.returncode == 0, result.stderr
+    assert b"?" in result.stdout
 
 
 def test_module_runs() -> None:

@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from flashpage.errors import FlashpageError
+from flashpage.errors import FlashpageError, RequestError
 
 if TYPE_CHECKING:
     from flashpage.engine.llm import LLM
     from flashpage.engine.outputs import RequestOutput, StreamPiece
     from flashpage.engine.sampling_params import SamplingParams
+
+T = TypeVar("T")
 
 app = typer.Typer(
     help="FlashAttention without the build, and the paged engine on top of it.",
@@ -49,6 +52,9 @@ Stop = Annotated[list[str] | None, typer.Option(help="Text to stop at; may be re
 
 def main() -> None:
     """Entry point of the `flashpage` command."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A character that the terminal's encoding lacks must not end a text half-way.
+        sys.stdout.reconfigure(errors="replace")
     app(prog_name="flashpage")
 
 
@@ -99,7 +105,7 @@ def generate(
         seed=seed,
         stop=stop or [],
     )
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = _from_stdin(lambda: sys.stdin.read()) if prompt == "-" else prompt
     llm = _load(model, dtype, load_format, seed)
     is_chat = not raw and llm.tokenizer is not None and llm.tokenizer.has_chat_template
     question = [{"role": "user", "content": text}] if is_chat else text
@@ -236,18 +242,30 @@ def _load(model: str | None, dtype: str, load_format: str, seed: int) -> LLM:
 
 def _lines() -> Iterator[str]:
     """What the user types, until the end of the input; with a prompt only on a terminal."""
-    interactive = sys.stdin.isatty()
+    interactive = _from_stdin(lambda: sys.stdin.isatty())
     if interactive:
         _enable_line_editing()
     while True:
         try:
-            line = input("> ") if interactive else sys.stdin.readline()
+            line = _from_stdin(lambda: input("> ") if interactive else sys.stdin.readline())
         except EOFError:
             typer.echo("")
             return
         if not interactive and not line:
             return
         yield line.strip()
+
+
+def _from_stdin(read: Callable[[], T]) -> T:
+    """What `read` gets from stdin."""
+    if sys.stdin is None:
+        raise RequestError("there is no text to read: stdin is closed")
+    try:
+        return read()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"the text on stdin is not valid {error.encoding}: {error}") from error
+    except OSError as error:
+        raise RequestError(f"stdin can not be read: {error}") from error
 
 
 def _enable_line_editing() -> None:

@@ -38,8 +38,38 @@ def test_report_says_why_not():
 def test_bad_questions():
     with pytest.raises(ArgumentError, match="layout must be one of.*'packed'"):
         flashpage.backends(layout="packed")
+    for device in ("foo", "", "cuda:-1", None, 2**70):
+        with pytest.raises(ArgumentError, match="device must be a torch device"):
+            flashpage.backends(device)
     with pytest.raises(ArgumentError, match="names must be among"), dispatch.only("cpu_fast"):
         pass
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        {"head_dim": 300},
+        {"head_dim": 0},
+        {"num_q_heads": 3, "num_kv_heads": 2},
+        {"num_kv_heads": 0},
+        {"softcap": -1.0},
+        {"dropout_p": 1.0},
+        {"softcap": 30.0, "dropout_p": 0.1},
+    ],
+)
+def test_refuses_what_the_call_refuses(question):
+    """In the same words."""
+    with pytest.raises(ArgumentError) as asked:
+        flashpage.backends(**question)
+    options = dict(question)
+    heads, kv_heads, dim = (
+        options.pop(name, default)
+        for name, default in (("num_q_heads", 8), ("num_kv_heads", 8), ("head_dim", 64))
+    )
+    q, kv = torch.zeros(1, 2, heads, dim), torch.zeros(1, 2, kv_heads, dim)
+    with pytest.raises(ArgumentError) as called:
+        flashpage.flash_attn_func(q, kv, kv, **options)
+    assert str(asked.value) == str(called.value)
 
 
 def test_without_numba_torch_serves(monkeypatch):

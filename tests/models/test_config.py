@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from flashpage.errors import CheckpointError
+from flashpage.layers.rope import ROPE_KINDS, RotaryEmbedding
 from flashpage.models.config import ModelConfig
 
 LLAMA: dict[str, Any] = {
@@ -22,6 +28,22 @@ LLAMA: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 500000.0,
 }
+
+TOKEN_FIELDS = ("bos_token_id", "eos_token_id")
+ROPE_FIELDS = (
+    "rope_type",
+    "rope_theta",
+    "factor",
+    "original_max_position_embeddings",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "attention_factor",
+    "truncate",
+)
 
 
 def test_a_plain_config() -> None:
@@ -157,12 +179,38 @@ class TestRefused:
         [
             ({"vocab_size": "many"}, "vocab_size"),
             ({"vocab_size": True}, "vocab_size"),
-            ({"vocab_size": 0}, "vocab_size must be at least 1"),
-            ({"num_attention_heads": 0}, "num_q_heads must be at least 1"),
+            ({"vocab_size": 0}, "vocab_size in config.json must be an integer from 1 to"),
+            ({"num_attention_heads": 0}, "num_attention_heads in config.json must be an integer"),
             ({"num_key_value_heads": 3}, "multiple"),
             ({"head_dim": 15}, "even"),
             ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
-            ({"eos_token_id": "</s>"}, "token ids"),
+            ({"num_hidden_layers": 2.0}, "num_hidden_layers in config.json must be an integer"),
+            ({"vocab_size": 2**31}, "vocab_size in config.json must be an integer"),
+            ({"eos_token_id": "</s>"}, "eos_token_id in config.json must be a token id"),
+            ({"eos_token_id": [5, 100]}, r"eos_token_id .*from 0 to .*99.*got \[5, 100\]"),
+            ({"eos_token_id": -1}, "eos_token_id .*token id.*got -1"),
+            ({"bos_token_id": 100}, "bos_token_id in config.json .*got 100"),
+            ({"bos_token_id": True}, "bos_token_id in config.json .*got True"),
+            ({"architectures": 5}, "architectures in config.json must be a list of strings, got 5"),
+            ({"architectures": [[]]}, "architectures in config.json must be a list of strings"),
+            ({"architectures": "LlamaForCausalLM"}, "architectures .* must be a list of strings"),
+            ({"layer_types": 5}, "layer_types in config.json must be a list of strings, got 5"),
+            ({"layer_types": [[]]}, "layer_types in config.json must be a list of strings"),
+            ({"dtype": ["float16"]}, "dtype in config.json must be a string"),
+            ({"rms_norm_eps": math.nan}, "rms_norm_eps in config.json .*finite.*> 0, got nan"),
+            ({"rms_norm_eps": 0}, "rms_norm_eps in config.json .*> 0, got 0"),
+            ({"rope_theta": "abc"}, "rope_theta in config.json must be a finite number > 0"),
+            ({"rope_theta": [1]}, r"rope_theta in config.json .*got \[1\]"),
+            ({"rope_theta": -5}, "rope_theta in config.json .*got -5"),
+            ({"rope_theta": 0}, "rope_theta in config.json .*got 0"),
+            ({"rope_theta": math.inf}, "rope_theta in config.json .*got inf"),
+            ({"rope_theta": 10**400}, "rope_theta in config.json .*got 1000"),
+            ({"rope_theta": 1e-300}, "config.json.*angles that are not finite"),
+            (
+                {"head_dim": 512},
+                "head_dim in config.json must be an integer from 1 to 256, got 512",
+            ),
+            ({"hidden_size": 2048}, "head_dim in config.json .*from 1 to 256, got 512"),
             ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
             ({"rope_scaling": {"rope_type": "linear", "factor": -1.0}}, "factor.*> 0"),
             ({"rope_scaling": "linear"}, "rope"),
@@ -182,3 +230,73 @@ class TestRefused:
     def test_values_that_can_not_be(self, changes: dict[str, Any], words: str) -> None:
         with pytest.raises(CheckpointError, match=words):
             ModelConfig.from_hf({**LLAMA, **changes})
+
+    def test_eos_of_the_generation_config(self) -> None:
+        with pytest.raises(
+            CheckpointError, match=r"eos_token_id in generation_config\.json .*1000"
+        ):
+            ModelConfig.from_hf(LLAMA, {"eos_token_id": [2, 1000]})
+
+    @pytest.mark.parametrize(
+        ("rope", "words"),
+        [
+            ({"rope_type": 5}, "rope_type in rope_scaling of config.json must be a string, got 5"),
+            ({"rope_type": "yarn", "factor": 1e308}, r"factor 1e\+308 .*at most 2147483647"),
+            ({"rope_type": "dynamic", "factor": 1e308}, r"factor 1e\+308 .*at most 2147483647"),
+            ({"rope_type": "yarn", "factor": math.inf}, "factor in rope_scaling .*got inf"),
+            ({"rope_type": "dynamic", "factor": math.inf}, "factor in rope_scaling .*got inf"),
+            ({"rope_type": "linear", "factor": 1e-308}, "angles that are not finite"),
+            ({"beta_fast": 0}, "beta_fast in rope_scaling .*> 0, got 0"),
+            ({"beta_slow": 1e-308}, "angles that are not finite"),
+            ({"beta_fast": 1e308}, "angles that are not finite"),
+            ({"mscale": "x"}, "mscale in rope_scaling .*got 'x'"),
+            (
+                {"factor": 5e6, "mscale": 1.7e308, "mscale_all_dim": 1.7e308},
+                "attention_factor .*got nan",
+            ),
+            ({"attention_factor": 1e30}, "attention factor .*at most 100.0, got 1e.30"),
+            ({"attention_factor": -1.0}, "attention_factor .*> 0, got -1.0"),
+            ({"original_max_position_embeddings": "x"}, "original_max_position_emb.*got 'x'"),
+            ({"rope_theta": 1.0}, "angles that are not finite"),
+            ({"truncate": 1}, "truncate in rope_scaling .*true or false"),
+        ],
+    )
+    def test_rope_values_that_can_not_be(self, rope: dict[str, Any], words: str) -> None:
+        rope = {"rope_type": "yarn", "factor": 4.0, **rope}
+        with pytest.raises(CheckpointError, match=words):
+            ModelConfig.from_hf({**LLAMA, "rope_scaling": rope})
+
+    def test_dynamic_rope_of_the_smallest_heads(self) -> None:
+        rope = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+        assert ModelConfig.from_hf({**LLAMA, **rope, "head_dim": 4}).head_dim == 4
+        with pytest.raises(CheckpointError, match="head_dim must be at least 4 for dynamic rope"):
+            ModelConfig.from_hf({**LLAMA, **rope, "head_dim": 2})
+
+    @given(
+        field=st.sampled_from([*LLAMA, "head_dim", "layer_types", "dtype", *TOKEN_FIELDS]),
+        section=st.sampled_from([None, "rope_scaling", "rope_parameters"]),
+        rope_type=st.sampled_from(ROPE_KINDS),
+        rope_field=st.sampled_from(ROPE_FIELDS),
+        value=st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+            lambda values: st.lists(values, max_size=3) | st.dictionaries(st.text(), values),
+            max_leaves=5,
+        )
+        | st.sampled_from([0, -1, 1e308, 1e-308, 2**63, 10**400, math.inf, math.nan]),
+    )
+    @settings(deadline=None, max_examples=300)
+    def test_any_value_gives_a_config_or_a_reason(
+        self, field: str, section: str | None, rope_type: str, rope_field: str, value: Any
+    ) -> None:
+        config = {**LLAMA}
+        if section is None:
+            config[field] = value
+        else:
+            scaling = {"rope_type": rope_type, "factor": 2.0}
+            scaling |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, rope_field: value}
+            config[section] = scaling
+        with contextlib.suppress(CheckpointError):
+            loaded = ModelConfig.from_hf(config)
+            rotary = RotaryEmbedding(loaded.head_dim, loaded.rope)
+            last = torch.tensor([0, loaded.max_position_embeddings - 1])
+            assert rotary(last, torch.float32).cos.isfinite().all()

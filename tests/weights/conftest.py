@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 DATA = Path(__file__).parent / "data"
-NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, HIDDEN, INTER, VOCAB = 4, 2, 64, 256, 512, 40
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, HIDDEN, INTER, VOCAB = 4, 2, 64, 256, 512, 680
 
 _NAMES = {
     "model.embed_tokens": "token_embd",

@@ -51,6 +51,32 @@ def test_refusal_of_the_template() -> None:
         ChatTemplate(source, {}).render(CHAT)
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% if a %}" * 3000 + "{% endif %}" * 3000,
+        "{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}",
+        "{% for a in b %}" * 30 + "{% endfor %}" * 30,
+    ],
+)
+def test_nested_too_deeply(source: str) -> None:
+    with pytest.raises(CheckpointError, match="chat template is not valid"):
+        ChatTemplate(source, {})
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 1 / messages | length - 1 / 0 }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ strftime_now(5) }}",
+    ],
+)
+def test_failure_of_an_expression(source: str) -> None:
+    with pytest.raises(RequestError, match="chat template refuses"):
+        ChatTemplate(source, {}).render([{"role": "user", "content": "Hi"}])
+
+
 def test_invalid_template() -> None:
     with pytest.raises(CheckpointError, match="chat template"):
         ChatTemplate("{% for %}", {})

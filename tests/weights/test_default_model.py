@@ -172,6 +172,18 @@ def test_cache_that_can_not_be_written(
         default_model.default_model_path()
 
 
+def test_cache_in_the_home_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHPAGE_CACHE", "~no-such-user/x")
+    with pytest.raises(DownloadError, match=r"'~no-such-user/x'.*FLASHPAGE_CACHE"):
+        default_model.default_model_path()
+
+
+def test_cache_with_a_name_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHPAGE_CACHE", f"/{'x' * 5000}")
+    with pytest.raises(DownloadError, match="FLASHPAGE_CACHE"):
+        default_model.default_model_path()
+
+
 @pytest.mark.parametrize(
     ("platform", "variables", "expected"),
     [

@@ -176,6 +176,11 @@ class TestRefused:
         with pytest.raises(CheckpointError, match=r"\['gpt2'\] is not known"):
             tokenizer_from_gguf(bpe_metadata("smollm", model=["gpt2"]))
 
+    def test_chat_template_that_is_no_text(self, bpe_metadata: Any) -> None:
+        metadata = {**bpe_metadata("smollm"), "tokenizer.chat_template": 5}
+        with pytest.raises(CheckpointError, match=r"tokenizer\.chat_template .*a string, got 5"):
+            tokenizer_from_gguf(metadata)
+
     def test_unknown_pattern(self, bpe_metadata: Any) -> None:
         with pytest.raises(CheckpointError, match=r"'gpt-4o'.*smollm"):
             tokenizer_from_gguf(bpe_metadata("gpt-4o"))

@@ -13,6 +13,7 @@ from flashpage.errors import ArgumentError, CheckpointError, DownloadError
 from flashpage.layers.linear import has_fast_bfloat16
 from flashpage.weights import default_model, hub
 from flashpage.weights.assign import checkpoint_slots
+from flashpage.weights.gguf_tokenizer import tokenizer_from_gguf
 from flashpage.weights.load import LoadedModel, load_model
 
 
@@ -39,6 +40,15 @@ class TestDummy:
         )
         assert torch.equal(first, again)
         assert not torch.equal(first, other)
+
+    @pytest.mark.parametrize("seed", [-(2**63), 2**64 - 1])
+    def test_seed_at_the_ends_of_its_range(self, seed: int, tiny_config: Any) -> None:
+        load_model(tiny_config(), load_format="dummy", dtype="float32", seed=seed)
+
+    @pytest.mark.parametrize("seed", [-(2**63) - 1, 2**64, 10**23, 1.0, "1", True, None])
+    def test_seed_that_can_not_be(self, seed: Any, tiny_config: Any) -> None:
+        with pytest.raises(ArgumentError, match="seed must be an integer from"):
+            load_model(tiny_config(), load_format="dummy", seed=seed)
 
     def test_scale(self, tiny_config: Any) -> None:
         loaded = load_model(tiny_config("qwen3"), load_format="dummy", dtype="float32")
@@ -72,6 +82,56 @@ class TestDtype:
     def test_unknown(self, dtype: Any, tiny_config: Any) -> None:
         with pytest.raises(ArgumentError, match="dtype"):
             load_model(tiny_config(), load_format="dummy", dtype=dtype)
+
+
+class TestDevice:
+    @pytest.mark.parametrize("device", ["foo", "", "meta", "mps", "cuda:-1", None, 2**70])
+    def test_unknown(self, device: Any, tiny_config: Any) -> None:
+        with pytest.raises(ArgumentError, match="device must be 'cpu', 'cuda' or"):
+            load_model(tiny_config(), load_format="dummy", device=device)
+
+    @pytest.mark.parametrize(("device", "count"), [("cuda", 0), ("cuda:0", 0), ("cuda:2", 2)])
+    def test_not_there(
+        self, device: str, count: int, tiny_config: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        with pytest.raises(ArgumentError, match=f"'{device}' is not there.*{count} CUDA devices"):
+            load_model(tiny_config(), load_format="dummy", device=torch.device(device))
+
+
+class TestEnds:
+    """Tokens that begin and end a text, from each place that names them."""
+
+    @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+    @pytest.mark.parametrize("i", [-1, 680, 1000])
+    def test_eos_outside_the_vocabulary(
+        self, file: str, i: int, tmp_path: Path, tiny_config: Any
+    ) -> None:
+        contents = {"config.json": tiny_config(), "generation_config.json": {}}
+        contents[file]["eos_token_id"] = [3, i]
+        for name, content in contents.items():
+            (tmp_path / name).write_text(json.dumps(content))
+        with pytest.raises(CheckpointError, match=rf"eos_token_id in {file} .*679.*{i}"):
+            load_model(tmp_path, load_format="dummy")
+
+    @pytest.mark.parametrize("name", ["bos", "eos"])
+    def test_tokenizer_of_a_larger_model(
+        self, name: str, tiny_config: Any, bpe_metadata: Any
+    ) -> None:
+        tokenizer = tokenizer_from_gguf(bpe_metadata("smollm"))
+        ends = {"bos_token_id": None, "eos_token_ids": ()}
+        ends |= {"bos": {"bos_token_id": 60}, "eos": {"eos_token_ids": (3, 60)}}[name]
+        vars(tokenizer).update(ends)
+        with pytest.raises(CheckpointError, match=f"{name} token of the tokenizer has id 60.* 59"):
+            load_model(tiny_config(vocab_size=60), load_format="dummy", tokenizer=tokenizer)
+
+    def test_eos_of_a_gguf_file(
+        self, tmp_path: Path, write_gguf: Any, random_state: Any, bpe_metadata: Any
+    ) -> None:
+        metadata = bpe_metadata("smollm", eot_token_id=680)
+        write_gguf(tmp_path / "m.gguf", "llama", random_state("llama"), metadata=metadata)
+        with pytest.raises(CheckpointError, match=r"tokenizer\.ggml\.eot_token_id .*679.*680"):
+            load_model(tmp_path / "m.gguf")
 
 
 class TestSource:
@@ -131,7 +191,7 @@ class TestSource:
         assert load_model(dtype="float32").name == "SmolLM2-135M-Instruct"
 
     def test_too_large_for_memory(self, tiny_config: Any) -> None:
-        config = tiny_config(vocab_size=2**40, hidden_size=2**20)
+        config = tiny_config(vocab_size=2**30, hidden_size=2**20)
         with pytest.raises(CheckpointError, match="do not fit"):
             load_model(config, load_format="dummy", dtype="float32")
 

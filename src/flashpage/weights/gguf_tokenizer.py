@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flashpage.errors import CheckpointError
+from flashpage.models.fields import Fields
 from flashpage.weights.chat_template import ChatTemplate
 from flashpage.weights.sentencepiece import (
     CONTROL,
@@ -194,7 +195,7 @@ def _eos_ids(metadata: Mapping[str, Any], tokens: list[str], kinds: list[int]) -
 
 
 def _chat_template(metadata: Mapping[str, Any], tokens: list[str]) -> ChatTemplate | None:
-    source = metadata.get("tokenizer.chat_template")
+    source = Fields(metadata, "the GGUF metadata").string("tokenizer.chat_template")
     if source is None:
         return None
     special: dict[str, str] = {}

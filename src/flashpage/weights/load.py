@@ -85,23 +85,25 @@ def load_model(
         device: where the model runs.
         load_format: "auto", "safetensors", "gguf", or "dummy" for random weights.
         tokenizer: a `Tokenizer`, or where to load another one from than the model's own.
-        seed: of dummy weights.
+        seed: of dummy weights; from -2**63 to 2**64 - 1.
 
     Raises:
-        ArgumentError: an unknown dtype or load_format.
+        ArgumentError: an unknown dtype, device or load_format, a device that this machine does
+            not have, or a seed out of range.
         CheckpointError: the files are missing, damaged or of a kind that is not supported.
         DownloadError: the model has to be fetched and can not be.
     """
     if load_format not in LOAD_FORMATS:
         raise ArgumentError(f"load_format must be one of {LOAD_FORMATS}, got {load_format!r}")
-    device = torch.device(device)
+    device = _named_device(device)
+    _check_seed(seed)
     chosen = None if dtype == "auto" else _named_dtype(dtype)
     checkpoint = _open(model, load_format)
     if tokenizer is None:
         tokenizer = checkpoint.load_tokenizer()
     elif not isinstance(tokenizer, Tokenizer):
         tokenizer = load_tokenizer(tokenizer)
-    config = _with_eos_of(checkpoint.config, tokenizer)
+    config = _with_ends_of(checkpoint.config, tokenizer)
     built = _allocate(config, chosen or _automatic_dtype(config, device), device)
     tensors = checkpoint.tensors
     assign_weights(built, dummy_tensors(built, seed) if tensors is None else tensors)
@@ -191,12 +193,41 @@ def _hf_config(directory: Path) -> ModelConfig:
     return ModelConfig.from_hf(read_json(directory / "config.json"), generation)
 
 
-def _with_eos_of(config: ModelConfig, tokenizer: Tokenizer | None) -> ModelConfig:
+def _with_ends_of(config: ModelConfig, tokenizer: Tokenizer | None) -> ModelConfig:
     """Let whatever either of them calls an end end the text."""
     if tokenizer is None:
         return config
+    bos = () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
+    for name, named in (("bos", bos), ("eos", tokenizer.eos_token_ids)):
+        for i in named:
+            if not 0 <= i < config.vocab_size:
+                raise CheckpointError(
+                    f"the {name} token of the tokenizer has id {i}, which the model does not have: "
+                    f"it must be from 0 to vocab_size - 1 = {config.vocab_size - 1}"
+                )
     ids = dict.fromkeys([*config.eos_token_ids, *tokenizer.eos_token_ids])
     return replace(config, eos_token_ids=tuple(ids))
+
+
+def _named_device(device: str | torch.device) -> torch.device:
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError, ValueError):  # malformed; out of range
+        chosen = None
+    if chosen is None or chosen.type not in ("cpu", "cuda"):
+        raise ArgumentError(f"device must be 'cpu', 'cuda' or 'cuda:<index>', got {device!r}")
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise ArgumentError(
+            f"device = {str(device)!r} is not there: torch {torch.__version__} finds "
+            f"{torch.cuda.device_count()} CUDA devices"
+        )
+    return chosen
+
+
+def _check_seed(seed: int) -> None:
+    # The range is that of torch.Generator.manual_seed.
+    if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
+        raise ArgumentError(f"seed must be an integer from -2**63 to 2**64 - 1, got {seed!r}")
 
 
 def _named_dtype(dtype: str | torch.dtype) -> torch.dtype:

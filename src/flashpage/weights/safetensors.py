@@ -14,18 +14,34 @@ from flashpage.errors import CheckpointError
 _INDEX_NAME = "model.safetensors.index.json"
 
 
+def read_text(path: Path) -> str:
+    """The contents of a text file.
+
+    Raises:
+        CheckpointError: the file can not be read, or is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"{path} can not be read: {error}") from error
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path} is not UTF-8 text: {error}") from error
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file.
 
     Raises:
-        CheckpointError: the file can not be read, is not JSON, or holds something else.
+        CheckpointError: the file can not be read, is not JSON or nested too deeply, or holds
+            something else.
     """
+    text = read_text(path)
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{path} can not be read: {error}") from error
+        value = json.loads(text)
     except ValueError as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise CheckpointError(f"{path} can not be read: its JSON is nested too deeply") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} must hold a JSON object, got {type(value).__name__}")
     return value

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from flashpage.errors import CheckpointError, RequestError
+from flashpage.models.fields import Fields
 from flashpage.weights.chat_template import ChatTemplate
-from flashpage.weights.safetensors import read_json, read_json_if_present
+from flashpage.weights.safetensors import read_json_if_present, read_text
 
 
 class TokenizerBackend(Protocol):
@@ -133,8 +134,9 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         tokenizer = FastTokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exception
         raise CheckpointError(f"{file} is not a tokenizer: {error}") from error
-    config = read_json_if_present(directory / "tokenizer_config.json") or {}
-    special = _special_tokens(directory, config)
+    config_file = directory / "tokenizer_config.json"
+    config = Fields(read_json_if_present(config_file) or {}, str(config_file))
+    special = _special_tokens(directory, config.values)
     bos, eos = (special.get(name) for name in ("bos_token", "eos_token"))
     eos_id = None if eos is None else tokenizer.token_to_id(eos)
     return Tokenizer(
@@ -163,18 +165,31 @@ def _special_tokens(directory: Path, config: Mapping[str, Any]) -> dict[str, str
 
 
 def _chat_template(
-    directory: Path, config: Mapping[str, Any], special_tokens: Mapping[str, str]
+    directory: Path, config: Fields, special_tokens: Mapping[str, str]
 ) -> ChatTemplate | None:
     """From the newest place to the oldest: its own file, a JSON file, the tokenizer's config."""
     file = directory / "chat_template.jinja"
-    source = file.read_text(encoding="utf-8") if file.is_file() else None
-    if source is None and (directory / "chat_template.json").is_file():
-        source = read_json(directory / "chat_template.json").get("chat_template")
+    source = read_text(file) if file.is_file() else None
     if source is None:
-        source = config.get("chat_template")
-    if isinstance(source, list):  # several, by name
-        source = {entry.get("name"): entry.get("template") for entry in source}.get("default")
+        json_file = directory / "chat_template.json"
+        source = _template_source(Fields(read_json_if_present(json_file) or {}, str(json_file)))
+    if source is None:
+        source = _template_source(config)
     return None if source is None else ChatTemplate(source, special_tokens)
+
+
+def _template_source(fields: Fields) -> str | None:
+    """One template, or the default one of several: by name, or as a list of named ones."""
+    value = source = fields.get("chat_template")
+    if isinstance(value, Mapping):
+        source = value.get("default")
+    elif isinstance(value, list) and all(isinstance(entry, Mapping) for entry in value):
+        named = (entry.get("template") for entry in value if entry.get("name") == "default")
+        source = next(named, None)
+    if source is not None and not isinstance(source, str):
+        rule = "a template as a string, or a list of objects with name and template"
+        raise fields.refusal("chat_template", value, rule)
+    return source
 
 
 def _from_transformers(directory: Path) -> Tokenizer:
@@ -195,7 +210,7 @@ def _from_transformers(directory: Path) -> Tokenizer:
         )
     eos = converted.eos_token_id
     special = {name: str(value) for name, value in converted.special_tokens_map.items()}
-    config = {"chat_template": converted.chat_template}
+    config = Fields({"chat_template": converted.chat_template}, f"the tokenizer of {directory}")
     return Tokenizer(
         FastBackend(backend),
         bos_token_id=converted.bos_token_id,
