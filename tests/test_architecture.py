@@ -32,7 +32,8 @@ def imported_rooms(path: Path) -> set[str]:
         if isinstance(node, ast.ImportFrom) and node.module:
             names = [node.module]
             if node.module == "flashpage":
-                names = [f"flashpage.{alias.name}" for alias in node.names]
+                homes = {**flashpage._HOME_OF, "__version__": ""}
+                names = [homes.get(alias.name, f"flashpage.{alias.name}") for alias in node.names]
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         else:

@@ -131,7 +131,7 @@ class TestErrors:
             (("generate", "x", "--dtype", "float8"), "float8"),
             (("generate", "x", "--max-tokens", "5000"), "max_model_len = 400"),
             (("generate", "", "--raw"), "the prompt is empty"),
-            (("generate", "x", "--seed", "9" * 23), "seed must be an integer from -2**63"),
+            (("generate", "x", "--seed", "9" * 23), "must be an integer from -2**63"),
             (("bench", "--prompt-len", "300", "--new-tokens", "300"), "400 positions"),
         ],
     )
@@ -294,3 +294,49 @@ def test_module_runs() -> None:
     assert result.returncode == 0
     for name in ("generate", "chat", "bench", "backends"):
         assert name in result.stdout
+
+
+class TestSurroundings:
+    def test_version(self) -> None:
+        result = CliRunner().invoke(cli.app, ["--version"])
+        assert result.output.strip() == f"flashpage {flashpage.__version__}"
+        assert result.exit_code == 0
+
+    def test_unknown_chat_commands_are_not_sent_to_the_model(self, invoke: Any) -> None:
+        result = invoke("chat", "--max-tokens", "4", input="/help\n/exit\n")
+        assert "no such command: /help" in result.stderr
+        assert "/clear forgets" in result.stderr
+        assert result.stdout == ""
+
+    def test_chat_needs_a_template(self, tmp_path: Path) -> None:
+        config = tmp_path / "config.json"
+        sizes = {"vocab_size": 30, "hidden_size": 16, "intermediate_size": 16}
+        heads = {"num_hidden_layers": 1, "num_attention_heads": 2}
+        config.write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **sizes, **heads}))
+        options = ["chat", "--model", str(config), "--load-format", "dummy"]
+        result = CliRunner().invoke(cli.app, options, input="Hi\nHi\n")
+        assert result.exit_code == 2
+        assert result.stderr.count("has no chat template") == 1
+
+    @pytest.mark.parametrize(
+        ("missing", "code"),
+        [
+            ("typer", "import flashpage.cli"),
+            ("gguf", "from flashpage.weights.load import load_model; load_model('{gguf}')"),
+        ],
+    )
+    def test_missing_packages_are_named(
+        self, missing: str, code: str, smollm2_path: Path, tmp_path: Path
+    ) -> None:
+        (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.modules[{missing!r}] = None")
+        paths = [str(tmp_path), *sys.path]
+        result = subprocess.run(
+            [sys.executable, "-c", code.format(gguf=smollm2_path)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        )
+        assert result.returncode == 1
+        assert f"{missing} is not installed: pip install 'flashpage[engine]'" in result.stderr

@@ -13,9 +13,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-import typer
+from flashpage import __version__
+from flashpage.errors import FlashpageError, MissingDependencyError, RequestError, require
 
-from flashpage.errors import FlashpageError, RequestError
+try:
+    require("typer", "engine")
+    require("rich", "engine")
+    import typer
+except MissingDependencyError as error:
+    raise SystemExit(f"flashpage: error: {error}") from None
 
 if TYPE_CHECKING:
     from flashpage.engine.llm import LLM
@@ -24,12 +30,31 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+CHAT_HELP = "/clear forgets, /exit ends, Ctrl-C stops a reply"
+
 app = typer.Typer(
     help="FlashAttention without the build, and the paged engine on top of it.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"flashpage {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Print it."),
+    ] = False,
+) -> None:
+    """FlashAttention without the build, and the paged engine on top of it."""
+
 
 Model = Annotated[
     str | None,
@@ -145,6 +170,12 @@ def chat(
         stop=stop or [],
     )
     llm = _load(model, dtype, load_format, seed)
+    if llm.tokenizer is None or not llm.tokenizer.has_chat_template:
+        raise RequestError(
+            f"{llm.name} has no chat template: flashpage generate --raw continues a text with it"
+        )
+    if sys.stderr.isatty():
+        typer.echo(f"{llm.name}: {CHAT_HELP}", err=True)
     opening = [] if system is None else [{"role": "system", "content": system}]
     messages = list(opening)
     for line in _lines():
@@ -152,6 +183,8 @@ def chat(
             break
         if line == "/clear":
             messages = list(opening)
+        elif line.startswith("/"):
+            typer.echo(f"no such command: {line} ({CHAT_HELP})", err=True)
         elif line:
             turn = {"role": "user", "content": line}
             try:
@@ -190,7 +223,7 @@ def bench(
         load_format=load_format,
     )
     for name, value in asdict(setup).items():
-        typer.echo(f"{name}: {value}")
+        typer.echo(f"{name}: {'default' if value is None else value}")
     print_report(setup, run_bench(setup))
 
 
@@ -284,7 +317,9 @@ def _reply(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) -> 
             parts.append(piece.text)
             typer.echo(piece.text, nl=False)
     except KeyboardInterrupt:
-        typer.echo(" [stopped]", nl=False, err=True)
+        typer.echo("")
+        typer.echo("[stopped]", err=True)
+        return "".join(parts)
     typer.echo("")
     _report(output)
     return "".join(parts)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
-from flashpage.errors import CheckpointError, RequestError
+from flashpage.errors import CheckpointError, RequestError, require
 
 
 class ChatTemplate:
@@ -24,6 +24,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        require("jinja2", "engine")
         from jinja2.ext import loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 

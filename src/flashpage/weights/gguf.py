@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flashpage.errors import CheckpointError
+from flashpage.errors import CheckpointError, require
 from flashpage.models.config import ModelConfig
 
 SUPPORTED_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
@@ -99,6 +99,7 @@ class GGUFFile:
 
     def read(self, name: str) -> Tensor:
         """One tensor, dequantised to float32."""
+        require("gguf", "engine")
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
 
@@ -229,6 +230,7 @@ def _read_tensor_infos(
 
 def _stored_size(path: str, name: str, shape: tuple[int, ...], type_number: int) -> tuple[str, int]:
     """Type name and number of bytes of a tensor."""
+    require("gguf", "engine")
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flashpage.errors import CheckpointError
+from flashpage.errors import CheckpointError, require
 from flashpage.models.fields import Fields
 from flashpage.weights.chat_template import ChatTemplate
 from flashpage.weights.sentencepiece import (
@@ -106,6 +106,7 @@ _BACKENDS = {"gpt2": _gpt2_backend, "llama": _llama_backend}
 
 def _byte_level_bpe(tokens: list[str], merges: list[str], kinds: list[int], pre: str) -> Any:
     """A `tokenizers.Tokenizer` without post-processor."""
+    require("tokenizers", "engine")
     from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as FastTokenizer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flashpage.errors import DownloadError
+from flashpage.errors import DownloadError, require
 
 _NEEDED = (
     "config.json",
@@ -28,6 +28,7 @@ def fetch_from_hub(model_id: str) -> Path:
     Raises:
         DownloadError: no such model, no network, or no permission.
     """
+    require("huggingface_hub", "engine")
     from huggingface_hub import snapshot_download
 
     try:

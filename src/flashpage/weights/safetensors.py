@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flashpage.errors import CheckpointError
+from flashpage.errors import CheckpointError, require
 
 _INDEX_NAME = "model.safetensors.index.json"
 
@@ -58,6 +58,7 @@ def safetensors_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
     Raises:
         CheckpointError: no safetensors file, a shard of the index is absent, or a damaged file.
     """
+    require("safetensors", "engine")
     from safetensors import SafetensorError, safe_open
 
     for path in shard_paths(directory):

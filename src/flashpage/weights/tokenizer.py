@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from flashpage.errors import CheckpointError, RequestError
+from flashpage.errors import CheckpointError, RequestError, require
 from flashpage.models.fields import Fields
 from flashpage.weights.chat_template import ChatTemplate
 from flashpage.weights.safetensors import read_json_if_present, read_text
@@ -128,6 +128,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         return _from_transformers(directory)
+    require("tokenizers", "engine")
     from tokenizers import Tokenizer as FastTokenizer
 
     try:
@@ -196,6 +197,7 @@ def _from_transformers(directory: Path) -> Tokenizer:
     """For directories with only the older vocabulary files, which transformers can convert."""
     if not has_tokenizer(directory):
         raise CheckpointError(f"{directory} has no tokenizer.json and no other vocabulary")
+    require("transformers", "engine")
     from transformers import AutoTokenizer
 
     try:
