@@ -33,7 +33,7 @@ def fetch_from_hub(model_id: str) -> Path:
 
     try:
         # Only the top level: some repositories repeat the weights in other formats below it.
-        path = snapshot_download(model_id, allow_patterns=_NEEDED, ignore_patterns=["*/*"])
+        path = snapshot_download(model_id, allow_patterns=list(_NEEDED), ignore_patterns=["*/*"])
     except Exception as error:  # the client lets errors of several HTTP libraries through
         reason = str(error).strip().splitlines()
         raise DownloadError(
