@@ -172,6 +172,29 @@ def test_compile_fullgraph_of_all_seven(name):
     torch.testing.assert_close(compiled(q, k, v), expected)
 
 
+@pytest.mark.parametrize("num_heads", [2, 4])
+def test_compile_with_symbolic_sizes(num_heads):
+    """Sizes that are symbols from the first call on, next to slopes of a size that is not."""
+    torch._dynamo.reset()
+    slopes = torch.rand(num_heads)
+
+    def dense(q, k):
+        return flashpage.flash_attn_func(q, k, k, alibi_slopes=slopes * torch.ones(num_heads))
+
+    def varlen(q, k):
+        cu, n = torch.tensor([0, 2, q.shape[1]], dtype=torch.int32), q.shape[1]
+        return flashpage.flash_attn_varlen_func(q[0], k[0], k[0], cu, cu, n, n, alibi_slopes=slopes)
+
+    def decode(q, k):
+        return flashpage.flash_attn_with_kvcache(q, k, k, alibi_slopes=slopes)
+
+    for function in (dense, varlen, decode):
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=True)
+        for seqlen in (5, 8):
+            q, k = torch.randn(2, seqlen, num_heads, 16), torch.randn(2, seqlen, 2, 16)
+            torch.testing.assert_close(compiled(q, k), function(q, k))
+
+
 def test_compiled_append_writes_in_place():
     torch._dynamo.reset()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -127,7 +128,7 @@ CASES = [
     (varlen, {"cu_seqlens_k": cu(0, 3, 8)}, r"cu_seqlens_k must end at or before.*\(7\), got 8"),
     (varlen, {"k": torch.randn(7, 2, 16)}, "k must have shape"),
     (varlen, {"q": torch.randn(1, 6, 4, 8)}, "q must have shape"),
-    (varlen, {"max_seqlen_q": -1}, "max_seqlen_q must be at least 0, got -1"),
+    (varlen, {"max_seqlen_q": -1}, "max_seqlen_q must be at least 0 and at most.*got -1"),
     (varlen, {"block_table": TABLE}, "k must have shape.*num_blocks"),
     (
         varlen,
@@ -224,13 +225,14 @@ def test_packed_shapes_are_refused():
 
 
 def test_numbers_of_other_kinds_are_fine():
-    import numpy as np
-
     q, k, v = (torch.randn(1, 5, 2, 8) for _ in range(3))
     expected = flash_attn_func(q, k, v, window_size=(2, 1), softmax_scale=0.5)
     sides = (np.int64(2), torch.tensor(1))
     out = flash_attn_func(q, k, v, window_size=sides, softmax_scale=np.float32(0.5), causal=0)
     assert torch.equal(out, expected)
+    causal = flash_attn_func(q, k, v, causal=True)
+    for switch in (1, np.True_, torch.tensor(True)):
+        assert torch.equal(flash_attn_func(q, k, v, causal=switch), causal)
     unbounded = flash_attn_func(q, k, v, window_size=(2**70, -(2**70)))
     assert torch.equal(unbounded, flash_attn_func(q, k, v))
     cache = torch.randn(1, 8, 2, 8)

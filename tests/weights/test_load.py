@@ -222,3 +222,17 @@ class TestHub:
         message = str(caught.value)
         assert model_id in message
         assert "config.json" in message
+
+
+@pytest.mark.parametrize("model", [5, [], b"x", 1.5])
+def test_models_of_a_wrong_kind(model: Any) -> None:
+    for load_format in ("auto", "dummy"):
+        with pytest.raises(ArgumentError, match="model must be a path"):
+            load_model(model, load_format=load_format)
+
+
+def test_what_can_be_no_path() -> None:
+    with pytest.raises(CheckpointError, match="is no path"):
+        load_model("x" * 5000)
+    with pytest.raises((CheckpointError, DownloadError)):  # Pythons differ on when they say so
+        load_model("a\0b")

@@ -20,7 +20,7 @@ from flashpage.attention.problem import (
     Layout,
     Problem,
     check_heads,
-    check_softcap_and_dropout,
+    resolve_softcap_and_dropout,
     resolve_window,
 )
 from flashpage.errors import ArgumentError, UnsupportedError
@@ -231,7 +231,7 @@ def backends(
             f"device must be a torch device such as 'cpu' or 'cuda:0', got {device!r}"
         ) from error
     check_heads(num_q_heads, num_kv_heads, head_dim)
-    check_softcap_and_dropout(softcap, dropout_p)
+    resolve_softcap_and_dropout(softcap, dropout_p)
     left, right = resolve_window(window_size, causal)
     problem = Problem(
         layout=layout,

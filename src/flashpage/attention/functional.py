@@ -221,8 +221,10 @@ def flash_attn_varlen_func(
     rules.check_shape("v", v, shape, meaning)
     rules.check_alibi(alibi_slopes, q, batch, num_q_heads)
     for name, bound in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if rules.as_int(name, bound) < 0:
-            raise ArgumentError(f"{name} must be at least 0, got {bound}")
+        if not 0 <= rules.as_int(name, bound) <= rules.MAX_WINDOW:
+            raise ArgumentError(
+                f"{name} must be at least 0 and at most {rules.MAX_WINDOW}, got {bound}"
+            )
     return _attention(
         q,
         k,
@@ -382,8 +384,8 @@ def flash_attn_with_kvcache(
     rules.check_batch(batch)
     capacity = rules.check_cache(q, k_cache, v_cache, cache_batch_idx, cache_leftpad, block_table)
     rules.check_alibi(alibi_slopes, q, batch, num_q_heads)
-    rules.check_num_splits(num_splits)
-    rules.check_softcap_and_dropout(softcap, 0.0)
+    num_splits = rules.resolve_num_splits(num_splits)
+    softcap, _ = rules.resolve_softcap_and_dropout(softcap, 0.0)
     scale = rules.resolve_scale(softmax_scale, head_dim)
     left, right = rules.resolve_window(window_size, causal)
     seqlens = rules.resolve_cache_seqlens(q, cache_seqlens, capacity)
@@ -420,7 +422,7 @@ def flash_attn_with_kvcache(
             rotary_sin,
             block_table,
             cache_batch_idx,
-            rotary_interleaved,
+            rules.as_bool("rotary_interleaved", rotary_interleaved),
             left >= 0 or right >= 0,
         )
         if rotary_cos is not None:
@@ -482,7 +484,7 @@ def _attention(
     deterministic: bool,
     return_attn_probs: bool,
 ) -> Result:
-    rules.check_softcap_and_dropout(softcap, dropout_p)
+    softcap, dropout_p = rules.resolve_softcap_and_dropout(softcap, dropout_p)
     scale = rules.resolve_scale(softmax_scale, q.shape[-1])
     left, right = rules.resolve_window(window_size, causal)
     rng_state = None
@@ -505,7 +507,7 @@ def _attention(
         right,
         softcap,
         dropout_p,
-        deterministic,
-        return_attn_probs and dropout_p > 0.0,
+        rules.as_bool("deterministic", deterministic),
+        bool(return_attn_probs) and dropout_p > 0.0,
     )
     return (out, softmax_lse, s_dmask) if return_attn_probs else out

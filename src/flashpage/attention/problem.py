@@ -7,6 +7,7 @@ that can see them for free.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -75,37 +76,48 @@ def as_int(name: str, value: Any) -> int:
     """An integer given as int, numpy integer or one-element integer tensor; nothing is rounded."""
     if isinstance(value, int | torch.SymInt):
         return value
-    if isinstance(value, Tensor):
-        if value.numel() == 1 and not value.is_floating_point() and not value.is_complex():
-            return int(value)
-    elif hasattr(value, "__index__"):
-        return value.__index__()
+    try:
+        if isinstance(value, Tensor):
+            if not value.is_floating_point() and not value.is_complex():
+                return int(value)
+        else:
+            return operator.index(value)
+    except (TypeError, ValueError, RuntimeError):
+        pass
     raise ArgumentError(f"{name} must be an integer, got {value!r}")
 
 
 def as_float(name: str, value: Any) -> float:
     """A number that float32 can hold: kernels compute with it in that type."""
-    if isinstance(value, float | int | torch.SymFloat | torch.SymInt) or (
-        not isinstance(value, str) and hasattr(value, "__float__")
-    ):
-        number = float(value)
-        if -FLOAT32_MAX <= number <= FLOAT32_MAX:
-            return number
+    try:
+        number = float("nan") if isinstance(value, str) else float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        number = float("nan")
+    if -FLOAT32_MAX <= number <= FLOAT32_MAX:
+        return number
     raise ArgumentError(f"{name} must be a finite number, got {value!r}")
 
 
 def as_bool(name: str, value: Any) -> bool:
-    """A switch: a bool, or 0 or 1."""
+    """A switch: a bool of Python, numpy or torch, or 0 or 1."""
     if isinstance(value, bool):
         return value
-    if isinstance(value, int) and value in (0, 1):
-        return bool(value)
+    try:
+        if not isinstance(value, str) and value in (0, 1):
+            return bool(value)
+    except (TypeError, ValueError, RuntimeError):
+        pass
     raise ArgumentError(f"{name} must be True or False, got {value!r}")
 
 
 def resolve_window(window_size: Sequence[int] | Tensor, causal: bool) -> tuple[int, int]:
     """`(window_left, window_right)` with every unbounded side as -1; causal sets right to 0."""
-    if isinstance(window_size, str) or not hasattr(window_size, "__len__") or len(window_size) != 2:
+    if isinstance(window_size, Tensor):
+        is_pair = tuple(window_size.shape) == (2,)
+    else:
+        is_pair = not isinstance(window_size, str) and hasattr(window_size, "__len__")
+        is_pair = is_pair and len(window_size) == 2
+    if not is_pair:
         raise ArgumentError(f"window_size must be a pair (left, right), got {window_size!r}")
     left, right = (as_int("window_size", side) for side in window_size)
     # Beyond every sequence a side is as good as unbounded, and must fit into an operator's int.
@@ -118,26 +130,32 @@ def resolve_scale(softmax_scale: float | None, head_dim: int) -> float:
     return head_dim**-0.5 if softmax_scale is None else as_float("softmax_scale", softmax_scale)
 
 
-def check_softcap_and_dropout(softcap: float, dropout_p: float) -> None:
-    if not 0.0 <= as_float("dropout_p", dropout_p) < 1.0:
+def resolve_softcap_and_dropout(softcap: float, dropout_p: float) -> tuple[float, float]:
+    """Both as numbers; 0 is off."""
+    cap, p = as_float("softcap", softcap), as_float("dropout_p", dropout_p)
+    if not 0.0 <= p < 1.0:
         raise ArgumentError(f"dropout_p must be in [0, 1), got {dropout_p}")
-    if softcap != 0.0 and not as_float("softcap", softcap) >= FLOAT32_TINY:
+    if cap != 0.0 and not cap >= FLOAT32_TINY:
         raise ArgumentError(
             f"softcap must be 0 (off) or a positive number of at least {FLOAT32_TINY:.3g}, got "
             f"{softcap}"
         )
-    if softcap > 0.0 and dropout_p > 0.0:
+    if cap > 0.0 and p > 0.0:
         raise ArgumentError(
             f"Softcapping does not support dropout for now: got softcap = {softcap} and "
             f"dropout_p = {dropout_p}"
         )
+    return cap, p
 
 
-def check_num_splits(num_splits: int) -> None:
-    if not 0 <= as_int("num_splits", num_splits) <= MAX_NUM_SPLITS:
+def resolve_num_splits(num_splits: int) -> int:
+    """The number of splits; 0 is chosen by the backend."""
+    splits = as_int("num_splits", num_splits)
+    if not 0 <= splits <= MAX_NUM_SPLITS:
         raise ArgumentError(
             f"num_splits must be between 0 (chosen for you) and {MAX_NUM_SPLITS}, got {num_splits}"
         )
+    return splits
 
 
 # ---------------------------------------------------------------------------------------------
@@ -145,8 +163,17 @@ def check_num_splits(num_splits: int) -> None:
 # ---------------------------------------------------------------------------------------------
 
 
+def check_tensor(name: str, x: Any) -> None:
+    if not isinstance(x, Tensor):
+        raise ArgumentError(f"{name} must be a tensor, got {x!r}")
+
+
 def check_same_kind(q: Tensor, **others: Tensor | None) -> None:
     """Dtype of q, then dtype and device of the others against it."""
+    check_tensor("q", q)
+    for name, x in others.items():
+        if x is not None or name in ("k_cache", "v_cache"):
+            check_tensor(name, x)
     if q.dtype not in FLOAT_DTYPES:
         raise ArgumentError(
             "FlashAttention only support fp16 and bf16 data type (and flashpage float32 and "
@@ -168,13 +195,14 @@ def check_device(q: Tensor, **others: Tensor | None) -> None:
 
 
 def check_shape(name: str, x: Tensor, expected: tuple[int, ...], meaning: str) -> None:
-    if tuple(x.shape) != expected:
+    if x.dim() != len(expected) or any(a != b for a, b in zip(x.shape, expected, strict=True)):
         raise ArgumentError(
             f"{name} must have shape {meaning} = {tuple(expected)}, got {tuple(x.shape)}"
         )
 
 
 def check_rank(name: str, x: Tensor, rank: int, meaning: str) -> None:
+    check_tensor(name, x)
     if x.dim() != rank:
         raise ArgumentError(f"{name} must have shape {meaning}, got {tuple(x.shape)}")
 
@@ -193,6 +221,7 @@ def check_heads(num_q_heads: int, num_kv_heads: int, head_dim: int) -> None:
 
 
 def check_int32(name: str, x: Tensor) -> None:
+    check_tensor(name, x)
     if x.dtype != torch.int32:
         raise ArgumentError(f"{name} must have dtype int32, got {x.dtype}")
 
@@ -216,10 +245,20 @@ def check_cu_seqlens(name: str, cu_seqlens: Tensor, q: Tensor) -> int:
 def check_alibi(alibi_slopes: Tensor | None, q: Tensor, batch: int, num_q_heads: int) -> None:
     if alibi_slopes is None:
         return
+    check_tensor("alibi_slopes", alibi_slopes)
     if alibi_slopes.dtype != torch.float32:
         raise ArgumentError(f"ALiBi slopes must have dtype fp32, got {alibi_slopes.dtype}")
     check_device(q, alibi_slopes=alibi_slopes)
-    if tuple(alibi_slopes.shape) not in ((num_q_heads,), (batch, num_q_heads)):
+    # One comparison at a time: under torch.compile the sizes may be symbols.
+    if alibi_slopes.dim() == 1:
+        fits = alibi_slopes.shape[0] == num_q_heads
+    else:
+        fits = (
+            alibi_slopes.dim() == 2
+            and alibi_slopes.shape[0] == batch
+            and alibi_slopes.shape[1] == num_q_heads
+        )
+    if not fits:
         raise ArgumentError(
             f"alibi_slopes must have shape (num_q_heads,) = ({num_q_heads},) or (batch, "
             f"num_q_heads) = ({batch}, {num_q_heads}), got {tuple(alibi_slopes.shape)}"
@@ -232,6 +271,7 @@ def check_alibi(alibi_slopes: Tensor | None, q: Tensor, batch: int, num_q_heads:
 
 
 def check_block_table(block_table: Tensor, q: Tensor, batch: int) -> None:
+    check_tensor("block_table", block_table)
     if block_table.dtype != torch.int32:
         raise ArgumentError(f"block_table must have dtype torch.int32, got {block_table.dtype}")
     check_device(q, block_table=block_table)

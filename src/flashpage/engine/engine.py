@@ -49,7 +49,7 @@ class Engine:
         self.config = config
         self.tokenizer = tokenizer
         self.vocab_size: int = model.config.vocab_size
-        # Checkpoints also name end tokens that the model has no logit for, or -1 for none.
+        # Loading refuses end tokens that the model has no logit for; nor may they stop an engine.
         self.eos_token_ids = frozenset(
             token_id for token_id in model.config.eos_token_ids if 0 <= token_id < self.vocab_size
         )

@@ -102,7 +102,7 @@ def load_model(
     if tokenizer is None:
         tokenizer = checkpoint.load_tokenizer()
     elif not isinstance(tokenizer, Tokenizer):
-        tokenizer = load_tokenizer(tokenizer)
+        tokenizer = load_tokenizer(_as_path(tokenizer, "tokenizer"))
     config = _with_ends_of(checkpoint.config, tokenizer)
     built = _allocate(config, chosen or _automatic_dtype(config, device), device)
     tensors = checkpoint.tensors
@@ -128,7 +128,7 @@ def _open(model: ModelSource, load_format: str) -> _Checkpoint:
         return _open_gguf(default_model.default_model_path(), default_model.NAME)
     if isinstance(model, Mapping):
         raise ArgumentError("a config alone has no weights: pass load_format='dummy' with it")
-    path = Path(model)
+    path = _as_path(model)
     if path.is_file():
         return _open_file(path, load_format)
     if not path.is_dir():
@@ -136,6 +136,21 @@ def _open(model: ModelSource, load_format: str) -> _Checkpoint:
             raise CheckpointError(f"{path} is neither a file nor a directory")
         path = fetch_from_hub(str(model))
     return _open_directory(path, Path(model).name, load_format)
+
+
+def _as_path(source: Any, name: str = "model") -> Path:
+    try:
+        path = Path(source)
+        path.is_file()
+    except TypeError:
+        kinds = {
+            "model": "a path, a Hub id, a config (a dict) or None",
+            "tokenizer": "a Tokenizer, a path or None",
+        }
+        raise ArgumentError(f"{name} must be {kinds[name]}, got {source!r}") from None
+    except (ValueError, OSError) as error:  # a NUL byte, a name too long
+        raise CheckpointError(f"{name} = {str(source)[:80]!r} is no path: {error}") from None
+    return path
 
 
 def _open_file(path: Path, load_format: str) -> _Checkpoint:
@@ -178,7 +193,7 @@ def _open_dummy(model: ModelSource) -> _Checkpoint:
         return _Checkpoint("dummy", ModelConfig.from_hf(model), None, lambda: None)
     if model is None:
         raise ArgumentError("load_format='dummy' needs a config: pass a dict or a path")
-    path = Path(model)
+    path = _as_path(model)
     if path.is_file():
         return _Checkpoint(path.stem, ModelConfig.from_hf(read_json(path)), None, lambda: None)
     return _Checkpoint(path.name, _hf_config(path), None, lambda: _tokenizer_of(path))
