@@ -107,7 +107,7 @@ class LLM:
         self.model_config = loaded.config
         self.tokenizer = loaded.tokenizer
         self.engine = Engine(loaded.model, loaded.tokenizer, config)
-        if torch.device(config.device).type == "cpu":
+        if device.type == "cpu":
             # Compiling belongs to loading, not into the middle of the first answer.
             fused.load_kernels()
             attention.load_kernels()

@@ -149,9 +149,9 @@ class NumbaBackend(TorchBackend):
             return super().decode(problem, x)
         if x.block_table is None:
             checked_lengths(x.k_cache, x.cache_seqlens, None)
-        rows = None if x.cache_batch_idx is None else checked_rows(0, x.k_cache, x.cache_batch_idx)
-        leftpad = None if x.cache_leftpad is None else checked_leftpad(x.cache_leftpad, 0)
-        return numba_decode.decode(problem, x, rows, leftpad)
+        checked_rows(x.q.shape[0], x.k_cache, x.cache_batch_idx)
+        checked_leftpad(x.cache_leftpad, x.q.shape[0])
+        return numba_decode.decode(problem, x)
 
 
 # ---------------------------------------------------------------------------------------------

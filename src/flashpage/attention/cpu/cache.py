@@ -50,13 +50,15 @@ def append_kv(
     if seqlen_new == 0:
         return q_rotated
     if block_table is None:
-        row = torch.tensor(checked_rows(batch, k_cache, cache_batch_idx))
-        index = (row[:, None].expand_as(position), position)
+        # A cache without pages is one with pages of its whole length: row r is page r.
+        page = torch.tensor(checked_rows(batch, k_cache, cache_batch_idx))[:, None]
+        slots = page * k_cache.shape[1] + position
     else:
         block_size = k_cache.shape[1]
         page = torch.gather(block_table.long(), 1, position // block_size)
-        index = (page, position % block_size)
-    k_cache[index], v_cache[index] = k, v
+        slots = page * block_size + position % block_size
+    _store(k.flatten(0, 1), k_cache, slots.flatten())
+    _store(v.flatten(0, 1), v_cache, slots.flatten())
     return q_rotated
 
 
@@ -101,9 +103,15 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
             f"slot_mapping must be between -1 and {num_blocks * block_size - 1} for {num_blocks} "
             f"pages of {block_size} tokens, got values from {int(low)} to {int(high)}"
         )
-    for new, cache in ((k, k_cache), (v, v_cache)):
-        store = _store_torch if _why_not_numba(new, cache) else _store_numba
-        store(new, cache, slot_mapping.long())
+    slots = slot_mapping.long().contiguous()
+    _store(k, k_cache, slots)
+    _store(v, v_cache, slots)
+
+
+def _store(new: Tensor, cache: Tensor, slots: Tensor) -> None:
+    """Tokens `[num_tokens, num_kv_heads, head_dim]` to their slots, which are checked already."""
+    store = _store_torch if _why_not_numba(new, cache) else _store_numba
+    store(new, cache, slots)
 
 
 def _why_not_numba(new: Tensor, cache: Tensor) -> str | None:

@@ -24,9 +24,7 @@ SERIAL_WORK = 2**16
 """Elements of K and V up to which one thread is faster than waking others."""
 
 
-def decode(
-    problem: Problem, inputs: DecodeInputs, cache_rows: list[int] | None, leftpad: list[int] | None
-) -> tuple[Tensor, Tensor]:
+def decode(problem: Problem, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
     """`(out, softmax_lse)`. Values are checked already, but for cache_seqlens of a paged cache.
 
     A cache without pages is one with pages of its whole length: row r is page r.
@@ -37,9 +35,11 @@ def decode(
     seqlens = inputs.cache_seqlens.contiguous()
     if inputs.block_table is not None:
         tables = inputs.block_table
+    elif inputs.cache_batch_idx is not None:
+        tables = inputs.cache_batch_idx[:, None]
     else:
-        tables = torch.tensor(cache_rows or range(batch), dtype=torch.int32)[:, None]
-    leftpads = None if leftpad is None else torch.tensor(leftpad, dtype=torch.int32)
+        tables = torch.arange(batch, dtype=torch.int32)[:, None]
+    leftpads = None if inputs.cache_leftpad is None else inputs.cache_leftpad.contiguous()
     out = torch.empty(q.shape, dtype=q.dtype)
     softmax_lse = torch.empty(batch, num_heads, seqlen_q)
     work = 2 * batch * tables.shape[1] * k_cache.shape[1] * problem.num_kv_heads * head_dim

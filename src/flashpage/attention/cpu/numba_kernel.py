@@ -1,9 +1,9 @@
 """The numba kernels of the cache: writing tokens to their slots, and decode in place.
 
 Imported only where numba is installed, through `numba_runtime`. Compiled when first called and kept
-on disk. A task of decode is one range of keys of one sequence, all
-heads: it walks its keys in chunks, copies each chunk to float32 scratch that fits the nearest
-caches (the only read of the keys from memory), and updates every row's running m, l and O.
+on disk. A task of decode is one range of keys of one sequence, all heads: it walks its keys in
+chunks, copies each chunk to float32 scratch that fits the nearest caches (the only read of the keys
+from memory), and updates every row's running m, l and O.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
-import torch
 from torch import Tensor
 
 from flashpage.errors import ArgumentError
@@ -113,16 +112,13 @@ def check_page_ids(
             f"for a sequence of {longest}"
         )
     table = block_table.numpy()
-    used = (
-        torch.tensor(lengths).add_(block_size - 1).div_(block_size, rounding_mode="floor").numpy()
-    )
-    for i in range(len(lengths)):
-        row = table[i, : used[i]]
-        if used[i] and not (row.min() >= 0 and row.max() < num_blocks):
+    for i, length in enumerate(lengths):
+        row = table[i, : -(-length // block_size)]
+        if len(row) and not (row.min() >= 0 and row.max() < num_blocks):
             bad = row[(row < 0) | (row >= num_blocks)][0]
             raise ArgumentError(
                 f"block_table must hold page ids from 0 to {num_blocks - 1} where they are used, "
-                f"got {bad} for sequence {i} of {lengths[i]} tokens"
+                f"got {bad} for sequence {i} of {length} tokens"
             )
 
 
