@@ -70,12 +70,12 @@ def test_opcheck_decode(dtype):
     q = torch.randn(2, 3, 4, 8, dtype=dtype)
     lengths = torch.tensor([3, 4], dtype=torch.int32)
     table = torch.tensor([[3, 0], [1, 4]], dtype=torch.int32)
-    args = (q, pages, pages.clone(), lengths, table, None, None, None, 0.3, -1, 0, 0.0, 0)
+    args = (q, pages, pages.clone(), lengths, 0, table, None, None, None, 0.3, -1, 0, 0.0, 0)
     opcheck(torch.ops.flashpage.decode, args)
     index = torch.tensor([4, 2], dtype=torch.int32)
     pad, slopes = torch.tensor([0, 1], dtype=torch.int32), torch.rand(2, 4)
     rows = torch.tensor([2, 1], dtype=torch.int32)
-    args = (q, pages, pages.clone(), rows, None, index, pad, slopes, 0.3, 1, 0, 2.0, 3)
+    args = (q, pages, pages.clone(), rows, 2, None, index, pad, slopes, 0.3, 1, 0, 2.0, 3)
     opcheck(torch.ops.flashpage.decode, args)
 
 

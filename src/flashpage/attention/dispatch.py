@@ -53,11 +53,19 @@ class DecodeInputs:
     k_cache: Tensor
     v_cache: Tensor
     cache_seqlens: Tensor
+    num_new_tokens: int
+    """keys just stored after those of cache_seqlens, the same number for each sequence"""
     block_table: Tensor | None
     cache_batch_idx: Tensor | None
     cache_leftpad: Tensor | None
     alibi_slopes: Tensor | None
     num_splits: int
+
+    @property
+    def seqlens_k(self) -> Tensor:
+        """int32 `[batch]`: keys to attend over, as positions in the cache."""
+        n = self.num_new_tokens
+        return self.cache_seqlens + n if n else self.cache_seqlens
 
 
 class Backend(Protocol):

@@ -427,13 +427,13 @@ def flash_attn_with_kvcache(
         )
         if rotary_cos is not None:
             q = rotated
-        seqlens = seqlens + k.shape[1]
 
     out, softmax_lse = torch.ops.flashpage.decode(
         q,
         k_cache,
         v_cache,
         seqlens,
+        0 if k is None else k.shape[1],
         block_table,
         cache_batch_idx,
         cache_leftpad,

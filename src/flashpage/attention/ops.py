@@ -42,9 +42,9 @@ torch.library.define(
 )
 torch.library.define(
     "flashpage::decode",
-    "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens, Tensor? block_table, "
-    "Tensor? cache_batch_idx, Tensor? cache_leftpad, Tensor? alibi_slopes, float softmax_scale, "
-    "int window_left, int window_right, float softcap, int num_splits) "
+    "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens, SymInt num_new_tokens, "
+    "Tensor? block_table, Tensor? cache_batch_idx, Tensor? cache_leftpad, Tensor? alibi_slopes, "
+    "float softmax_scale, int window_left, int window_right, float softcap, int num_splits) "
     "-> (Tensor out, Tensor softmax_lse)",
 )
 torch.library.define(
@@ -293,6 +293,7 @@ def _decode(
     k_cache: Tensor,
     v_cache: Tensor,
     cache_seqlens: Tensor,
+    num_new_tokens: int,
     block_table: Tensor | None,
     cache_batch_idx: Tensor | None,
     cache_leftpad: Tensor | None,
@@ -318,6 +319,7 @@ def _decode(
         k_cache,
         v_cache,
         cache_seqlens,
+        num_new_tokens,
         block_table,
         cache_batch_idx,
         cache_leftpad,
@@ -341,6 +343,13 @@ def _append_kv_cpu(*args: Any) -> Tensor:
     return append_kv(*args)
 
 
+@torch.library.impl("flashpage::append_kv", "cuda")
+def _append_kv_cuda(*args: Any) -> Tensor:
+    from flashpage.attention.triton.cache import append_kv
+
+    return append_kv(*args)
+
+
 @torch.library.register_fake("flashpage::append_kv")
 def _append_kv_fake(
     q: Tensor,
@@ -358,6 +367,13 @@ def _append_kv_fake(
 @torch.library.impl("flashpage::store_kv", "cpu")
 def _store_kv_cpu(*args: Tensor) -> None:
     from flashpage.attention.cpu.cache import store_kv
+
+    store_kv(*args)
+
+
+@torch.library.impl("flashpage::store_kv", "cuda")
+def _store_kv_cuda(*args: Tensor) -> None:
+    from flashpage.attention.triton.cache import store_kv
 
     store_kv(*args)
 

@@ -107,7 +107,7 @@ class TorchBackend:
         # splitting would change nothing.
         x = inputs
         batch, seqlen_q, num_heads, _ = x.q.shape
-        stops = checked_lengths(x.k_cache, x.cache_seqlens, x.block_table)
+        stops = checked_lengths(x.k_cache, x.seqlens_k, x.block_table)
         rows = checked_rows(batch, x.k_cache, x.cache_batch_idx)
         starts = checked_leftpad(x.cache_leftpad, batch)
         out = torch.zeros(x.q.shape, dtype=x.q.dtype)
@@ -148,7 +148,7 @@ class NumbaBackend(TorchBackend):
             # So many queries make it a matter of arithmetic, not of bandwidth.
             return super().decode(problem, x)
         if x.block_table is None:
-            checked_lengths(x.k_cache, x.cache_seqlens, None)
+            checked_lengths(x.k_cache, x.seqlens_k, None)
         checked_rows(x.q.shape[0], x.k_cache, x.cache_batch_idx)
         checked_leftpad(x.cache_leftpad, x.q.shape[0])
         return numba_decode.decode(problem, x)

@@ -32,7 +32,7 @@ def decode(problem: Problem, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
     k_cache, v_cache, alibi_slopes = inputs.k_cache, inputs.v_cache, inputs.alibi_slopes
     q = inputs.q.contiguous()
     batch, seqlen_q, num_heads, head_dim = q.shape
-    seqlens = inputs.cache_seqlens.contiguous()
+    seqlens = inputs.seqlens_k.contiguous()
     if inputs.block_table is not None:
         tables = inputs.block_table
     elif inputs.cache_batch_idx is not None:

@@ -1,0 +1,1 @@
+"""Attention on any GPU that Triton serves: kernels in Python, compiled at the first call."""

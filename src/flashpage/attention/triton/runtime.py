@@ -1,0 +1,90 @@
+"""What the kernels need to know of the machine: Triton, the device, tensor descriptors.
+
+The only file of this room that `backend` imports before a kernel is needed; Triton itself is
+imported by the kernels' files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MINIMUM_TRITON = (3, 6)
+
+
+def interpreting() -> bool:
+    """Kernels run in Triton's interpreter, on CPU tensors: for tests without a GPU."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+@cache
+def why_no_triton() -> str | None:
+    """None if Triton can be imported and is new enough, else the reason."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed (it comes with torch's builds for GPUs)"
+    import triton
+
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if version < MINIMUM_TRITON:
+        wanted = ".".join(map(str, MINIMUM_TRITON))
+        return f"triton {wanted} or newer is needed, {triton.__version__} is installed"
+    return None
+
+
+@cache
+def capability(device: torch.device) -> int:
+    """Compute capability as `10 * major + minor`; 0 for the interpreter and for AMD."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+@cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 4 for the interpreter."""
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Launches go to the tensors' device, whichever is current; its current stream is used."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
+
+
+# ---------------------------------------------------------------------------------------------
+# Tensor descriptors: tiles are fetched by the tensor memory accelerator (compute capability 9.0+)
+# ---------------------------------------------------------------------------------------------
+
+
+def descriptors_fit(*tensors: Tensor) -> bool:
+    """The accelerator can address these tensors: 16-byte alignment, no expanded dimension."""
+    device = tensors[0].device
+    if not interpreting() and capability(device) < 90:
+        return False
+    return all(_descriptor_fits(x) for x in tensors)
+
+
+def _descriptor_fits(x: Tensor) -> bool:
+    size = x.element_size()
+    if x.data_ptr() % 16 or x.stride(-1) != 1 or min(x.shape) == 0:
+        return False
+    return all(0 < stride * size < 2**40 and stride * size % 16 == 0 for stride in x.stride()[:-1])
+
+
+def descriptor(x: Tensor, block_shape: Sequence[int]) -> Any:
+    """A host tensor descriptor of all of x, read in tiles of `block_shape`."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block_shape))
