@@ -74,8 +74,8 @@ def test_opcheck_decode(dtype):
     opcheck(torch.ops.flashpage.decode, args)
     index = torch.tensor([4, 2], dtype=torch.int32)
     pad, slopes = torch.tensor([0, 1], dtype=torch.int32), torch.rand(2, 4)
-    rows = torch.tensor([2, 1], dtype=torch.int32)
-    args = (q, pages, pages.clone(), rows, 2, None, index, pad, slopes, 0.3, 1, 0, 2.0, 3)
+    rows = torch.tensor([1, 0], dtype=torch.int32)
+    args = (q, pages, pages.clone(), rows, 1, None, index, pad, slopes, 0.3, 1, 0, 2.0, 3)
     opcheck(torch.ops.flashpage.decode, args)
 
 
