@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import flashpage
+import flashpage.attention.ops  # defines torch.ops.flashpage
 from flashpage.errors import UnsupportedError
 
 OPTIONS = (0.3, -1, 0, 0.0, 0.0)  # scale, left, right, softcap, dropout_p
