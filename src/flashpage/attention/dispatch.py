@@ -96,6 +96,18 @@ class Backend(Protocol):
         """`(out, softmax_lse)`, fresh and contiguous."""
 
 
+def _triton() -> Backend:
+    from flashpage.attention.triton.backend import TritonBackend
+
+    return TritonBackend()
+
+
+def _triton_interpreter() -> Backend:
+    from flashpage.attention.triton.backend import InterpretedTritonBackend
+
+    return InterpretedTritonBackend()
+
+
 def _cpu_numba() -> Backend:
     from flashpage.attention.cpu.backend import NumbaBackend
 
@@ -109,9 +121,16 @@ def _cpu_torch() -> Backend:
 
 
 # Fastest first. Modules are imported when a backend is first asked for.
-_BACKENDS: dict[str, Callable[[], Backend]] = {"cpu_numba": _cpu_numba, "cpu_torch": _cpu_torch}
+_BACKENDS: dict[str, Callable[[], Backend]] = {
+    "triton": _triton,
+    "cpu_numba": _cpu_numba,
+    "cpu_torch": _cpu_torch,
+    "triton_interpreter": _triton_interpreter,
+}
+# The interpreter serves nobody who did not ask for it by name.
+_DEFAULT = tuple(name for name in _BACKENDS if name != "triton_interpreter")
 
-_allowed: ContextVar[tuple[str, ...]] = ContextVar("allowed_backends", default=tuple(_BACKENDS))
+_allowed: ContextVar[tuple[str, ...]] = ContextVar("allowed_backends", default=_DEFAULT)
 
 
 @cache

@@ -1,0 +1,57 @@
+"""From a problem and its tensors to what kernels take: strides, switches, windows."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from flashpage.attention.problem import Problem
+
+MAX_WINDOW = 2**29
+"""A wider side is as good as unbounded, and this one can be added to positions in int32."""
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The side of the tiles that hold a head: a power of two, at least 16 for a matrix unit."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def switches(problem: Problem) -> dict[str, bool]:
+    """What is compiled into a kernel or left out."""
+    return {
+        "HAS_LEFT": problem.window_left >= 0,
+        "HAS_RIGHT": problem.window_right >= 0,
+        "HAS_ALIBI": problem.has_alibi,
+        "HAS_SOFTCAP": problem.softcap > 0.0,
+        "HAS_DROPOUT": problem.dropout_p > 0.0,
+    }
+
+
+def raw_scores(problem: Problem) -> bool:
+    """Scores can stay unscaled until the exponent: nothing but a positive scale changes them."""
+    return problem.softmax_scale > 0.0 and problem.softcap == 0.0 and not problem.has_alibi
+
+
+def window(problem: Problem) -> tuple[int, int]:
+    """Both sides of the window, in the range that kernels compute with."""
+    return min(problem.window_left, MAX_WINDOW), min(problem.window_right, MAX_WINDOW)
+
+
+def slopes_stride(alibi_slopes: Tensor | None) -> int:
+    """From one sequence's slopes to the next one's."""
+    return alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0
+
+
+def as_batch(x: Tensor) -> Tensor:
+    """Flat tokens `[total, heads, head_dim]` as a batch of one entry; batches as they are."""
+    return x.unsqueeze(0) if x.dim() == 3 else x
+
+
+def strides_of(x: Tensor) -> tuple[int, int, int]:
+    """Of batch entry (or page), row and head.
+
+    A dimension of size 1 has stride 0, whatever torch says, so that it makes no new kernel.
+    """
+    entry, row, head = (
+        0 if n == 1 else stride for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True)
+    )
+    return entry, row, head
