@@ -6,6 +6,12 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
+
+# Triton decides when a kernel is defined whether it is compiled or interpreted. Without a GPU the
+# kernels are tested in the interpreter.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from flashpage.errors import DownloadError
 from flashpage.layers.linear import Linear
@@ -27,3 +33,10 @@ def smollm2_path() -> Path:
 def unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights stay plain tensors, to be looked at."""
     monkeypatch.setattr(Linear, "prepare", lambda self: None)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

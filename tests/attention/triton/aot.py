@@ -10,12 +10,10 @@ not spill registers does, or asks for more shared memory than the GPU has.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import re
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -26,7 +24,6 @@ from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "0"
 
-import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel

@@ -1,0 +1,239 @@
+"""The forward kernel against the oracle: edges first, then every option, then random problems."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flashpage import flash_attn_func, flash_attn_varlen_func
+from flashpage.attention.triton import runtime
+from kernels import BACKEND, DEVICE, DTYPES, kernels, poisoned
+from oracles import assert_as_good, dense, max_error, varlen
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+__all__ = ["poisoned"]
+
+
+def qkv(batch, seqlen_q, seqlen_k, heads, dtype=torch.float32):
+    h, hk, d = heads
+    shapes = (batch, seqlen_q, h, d), (batch, seqlen_k, hk, d), (batch, seqlen_k, hk, d)
+    return [torch.randn(s, device=DEVICE).to(dtype) for s in shapes]
+
+
+def check_dense(q, k, v, **options):
+    """Against float64, allowing twice the error of the same formula in the dtype of q."""
+    with kernels():
+        out, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True, **options)
+    assert out.dtype == q.dtype
+    assert out.is_contiguous()
+    exact_out, exact_lse = dense(q.double(), k.double(), v.double(), **options)
+    low_out, _ = dense(q, k, v, **options)
+    assert_as_good(out, exact_out, low_out)
+    atol = 1e-5 * max(1.0, float(exact_lse[torch.isfinite(exact_lse)].abs().max().nan_to_num(0)))
+    assert max_error(lse, exact_lse) <= atol if exact_lse.numel() else True
+    return out, lse
+
+
+# ---------------------------------------------------------------------------------------------
+# Edges
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 1), (1, 300), (300, 1), (0, 5), (5, 0)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_lengths_at_the_edge(seqlen_q, seqlen_k, causal):
+    q, k, v = qkv(2, seqlen_q, seqlen_k, (4, 2, 16))
+    with kernels():
+        out, lse, _ = flash_attn_func(q, k, v, causal=causal, return_attn_probs=True)
+    exact_out, exact_lse = dense(q.double(), k.double(), v.double(), causal=causal)
+    assert max_error(out, exact_out) < 1e-5
+    assert max_error(lse, exact_lse) < 1e-5
+    if seqlen_k == 0:
+        assert torch.equal(lse, torch.full_like(lse, torch.inf))
+
+
+def test_one_key_gives_its_value_bit_for_bit():
+    q, k, v = qkv(2, 5, 1, (4, 2, 64), torch.float16)
+    with kernels():
+        out = flash_attn_func(q * 5, k * 3, v * 3)
+    assert torch.equal(out, (v * 3).repeat_interleave(2, dim=2).expand_as(out))
+
+
+def test_rows_that_see_no_key_are_zero_with_infinite_lse():
+    q, k, v = qkv(1, 90, 20, (2, 1, 32))
+    out, lse = check_dense(q, k, v, causal=True)
+    assert not out[:, :70].any()
+    assert torch.isinf(lse[:, :, :70]).all()
+    assert (lse[:, :, :70] > 0).all()
+
+
+@pytest.mark.parametrize("offset", [-1e4, 1e4])
+def test_scores_of_any_magnitude(offset):
+    q, k, v = qkv(1, 40, 70, (2, 2, 16))
+    q[..., 0], k[..., 0] = 100.0, offset / 25
+    check_dense(q, k, v, causal=True)
+
+
+@pytest.mark.parametrize("scale", [-0.5, 0.0, 3.0])
+def test_any_softmax_scale(scale):
+    check_dense(*qkv(1, 40, 70, (2, 1, 16)), softmax_scale=scale, causal=True)
+
+
+@pytest.mark.parametrize("head_dim", [1, 3, 40, 59, 64, 96, 128, 200, 256])
+def test_any_head_dim(head_dim):
+    check_dense(*qkv(1, 40, 70, (2, 1, head_dim), torch.float16), causal=True)
+
+
+@pytest.mark.parametrize("heads", [(1, 1, 16), (7, 1, 16), (9, 3, 16), (6, 6, 16)])
+def test_any_group_of_heads(heads):
+    check_dense(*qkv(2, 33, 65, heads), causal=True)
+
+
+# ---------------------------------------------------------------------------------------------
+# Options
+# ---------------------------------------------------------------------------------------------
+
+OPTIONS = [
+    {},
+    {"causal": True},
+    {"window_size": (20, 7)},
+    {"window_size": (0, 0)},
+    {"window_size": (-1, 9)},
+    {"window_size": (9, -1)},
+    {"window_size": (9, 3), "causal": True},
+    {"window_size": (10**9, 10**9)},
+    {"softcap": 2.5},
+    {"softcap": 1e4, "causal": True},
+    {"alibi_slopes": 1},
+    {"alibi_slopes": 2, "causal": True},
+    {"alibi_slopes": 2, "softcap": 2.0, "window_size": (30, 4)},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(70, 150), (150, 70)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_options(options, seqlen_q, seqlen_k, dtype):
+    q, k, v = qkv(2, seqlen_q, seqlen_k, (4, 2, 32), dtype)
+    if "alibi_slopes" in options:
+        slopes = torch.rand(2, 4, device=DEVICE)
+        options = {**options, "alibi_slopes": slopes if options["alibi_slopes"] == 2 else slopes[0]}
+    check_dense(q, k, v, **options)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_dropout_mask_is_the_one_that_is_shown(causal):
+    q, k, v = qkv(2, 70, 90, (4, 2, 16))
+    torch.manual_seed(5)
+    with kernels():
+        out, lse, shown = flash_attn_func(q, k, v, 0.3, causal=causal, return_attn_probs=True)
+        torch.manual_seed(5)
+        again = flash_attn_func(q, k, v, 0.3, causal=causal)
+    assert torch.equal(out, again)
+    assert shown.shape == (2, 4, 128, 128)
+    shown = shown[:, :, :70, :90]
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(2, 2)).double() / 4
+    if causal:
+        hidden = ~torch.ones(70, 90, device=DEVICE).tril(20).bool()
+        scores = scores.masked_fill(hidden, -torch.inf)
+    p = scores.softmax(-1)
+    expected = (p * (shown >= 0) / 0.7) @ v.repeat_interleave(2, 2).transpose(1, 2).double()
+    assert max_error(out, expected.transpose(1, 2)) < 1e-5
+    assert max_error(shown.abs(), (scores - scores.amax(-1, keepdim=True)).exp()) < 1e-5
+    assert max_error(lse, scores.logsumexp(-1)) < 1e-5
+    dropped = (shown < 0)[shown != 0].double().mean()
+    assert abs(float(dropped) - 0.3) < 0.02
+
+
+# ---------------------------------------------------------------------------------------------
+# Layouts
+# ---------------------------------------------------------------------------------------------
+
+
+def test_any_strides():
+    """Transposed, expanded, sliced and misaligned views, each against the contiguous copy."""
+    base = [torch.randn(2, 4, 41, 24, device=DEVICE) for _ in range(3)]
+    views = [
+        [x.transpose(1, 2) for x in base],
+        [x.transpose(1, 2)[:, :, :1].expand(-1, -1, 4, -1) for x in base],
+        [x.transpose(1, 2)[:, ::2, :, 1:21] for x in base],
+        [torch.randn(41, 2, 4, 24, device=DEVICE).transpose(0, 1) for _ in range(3)],
+        list(torch.randn(2, 41, 3, 4, 16, device=DEVICE).unbind(2)),
+    ]
+    for q, k, v in views:
+        with kernels():
+            out = flash_attn_func(q, k, v, causal=True)
+            expected = flash_attn_func(*(x.contiguous() for x in (q, k, v)), causal=True)
+        assert max_error(out, expected) < 1e-6
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (11, 3)}], ids=str)
+@pytest.mark.parametrize("too_small", [False, True])
+def test_varlen(options, too_small):
+    """Empty sequences, rows after the last, NaN in the next sequence; and a max_seqlen that is
+    too small, which costs time and nothing else."""
+    cu_q, cu_k = [0, 30, 30, 81, 81, 200], [0, 50, 61, 61, 61, 260]
+    q = torch.randn(220, 4, 16, device=DEVICE)
+    k, v = (torch.randn(270, 2, 16, device=DEVICE) for _ in range(2))
+    k[260:], v[260:] = torch.nan, torch.nan
+    lengths = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (cu_q, cu_k)]
+    bounds = (17, 17) if too_small else (119, 199)
+    with kernels():
+        out, lse, _ = flash_attn_varlen_func(
+            q, k, v, *lengths, *bounds, return_attn_probs=True, **options
+        )
+    exact_out, exact_lse = varlen(q.double(), k.double(), v.double(), cu_q, cu_k, **options)
+    assert max_error(out, exact_out) < 1e-5
+    assert max_error(lse, exact_lse) < 1e-5
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16, 32, 64, 256])
+def test_pages(block_size):
+    """Shuffled pages, garbage ids beyond the lengths, NaN in every slot that holds no token."""
+    cu_q, cu_k, heads, head_dim = [0, 40, 41, 41, 60], [0, 100, 163, 164, 164], (4, 2), 16
+    q = torch.randn(60, heads[0], head_dim, device=DEVICE)
+    k, v = (torch.randn(164, heads[1], head_dim, device=DEVICE) for _ in range(2))
+    per_sequence = -(-100 // block_size)
+    ids = torch.randperm(4 * per_sequence).view(4, per_sequence)
+    table = torch.full((4, per_sequence + 2), -(2**31), dtype=torch.int32)
+    shape = (4 * per_sequence, block_size, heads[1], head_dim)
+    k_pages, v_pages = (torch.full(shape, torch.nan, device=DEVICE) for _ in range(2))
+    for i in range(4):
+        for t in range(cu_k[i + 1] - cu_k[i]):
+            table[i, t // block_size] = ids[i, t // block_size]
+            place = int(ids[i, t // block_size]), t % block_size
+            k_pages[place], v_pages[place] = k[cu_k[i] + t], v[cu_k[i] + t]
+    lengths = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (cu_q, cu_k)]
+    for options in ({"causal": True}, {"window_size": (70, 5)}):
+        with kernels():
+            out, lse, _ = flash_attn_varlen_func(
+                q, k_pages, v_pages, *lengths, 40, 100, block_table=table.to(DEVICE),
+                return_attn_probs=True, **options,
+            )  # fmt: skip
+        exact_out, exact_lse = varlen(q.double(), k.double(), v.double(), cu_q, cu_k, **options)
+        assert max_error(out, exact_out) < 1e-5
+        assert max_error(lse, exact_lse) < 1e-5
+
+
+def test_pointers_serve_what_descriptors_cannot():
+    """The same call with 16-byte alignment and without gives the same bits."""
+    q, k, v = qkv(1, 70, 130, (2, 1, 64), torch.float16)
+    shifted = []
+    for x in (q, k, v):
+        moved = torch.empty(x.numel() + 1, dtype=x.dtype, device=DEVICE)[1:].view(x.shape)
+        shifted.append(moved.copy_(x))
+    if DEVICE == "cpu" or runtime.capability(torch.device(DEVICE, 0)) >= 90:
+        assert runtime.descriptors_fit(q, k, v)
+    assert not runtime.descriptors_fit(*shifted)
+    with kernels():
+        a, b = flash_attn_func(q, k, v, causal=True), flash_attn_func(*shifted, causal=True)
+    assert torch.equal(a, b)
+
+
+def test_the_backend_says_what_it_does_not_serve():
+    from flashpage.attention import dispatch
+
+    report = str(dispatch.backends("cpu", torch.float32))
+    assert "triton" in report
+    assert BACKEND in ("triton", "triton_interpreter")
+    assert "serves tensors on a GPU, not on cpu" in report
