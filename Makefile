@@ -1,25 +1,28 @@
 # Every target sets up .venv by itself, from a fresh clone on.
 
 PYTHON ?= python3
-# The build of torch to install first, so that nothing else picks one.
+# The builds of torch and Triton to install first, so that nothing else picks others. Triton is for
+# the tests: its interpreter, and compiling for GPUs that are not here.
 TORCH ?= torch==2.13.0
+TRITON ?= triton==3.6.0
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: help demo test lint format bench clean
+.PHONY: help demo test aot lint format bench clean
 
 help:
 	@echo "make demo    load SmolLM2-135M (fetched once, 93 MB) and write text with it"
 	@echo "make test    run the tests"
+	@echo "make aot     compile every kernel for every GPU of the tables (no GPU needed; minutes)"
 	@echo "make lint    check style"
 	@echo "make format  apply style"
 	@echo "make bench   run the benchmarks of this machine"
 	@echo "make clean   remove $(VENV)"
 
 $(VENV)/installed: pyproject.toml
-	@echo "-- setting up $(VENV): $(TORCH), then flashpage and what it needs (a few minutes, once)"
+	@echo "-- setting up $(VENV): $(TORCH), $(TRITON), then flashpage and what it needs (a few minutes, once)"
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(RUN) -m pip install --quiet --disable-pip-version-check $(TORCH) $(TRITON)
 	$(RUN) -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
 	@touch $@
 
@@ -30,6 +33,10 @@ demo: $(VENV)/installed
 test: $(VENV)/installed
 	@echo "-- running the tests"
 	$(RUN) -m pytest
+
+aot: $(VENV)/installed
+	@echo "-- compiling the kernels ahead of time"
+	PYTHONPATH=src:tests $(RUN) tests/attention/triton/aot.py --all
 
 lint: $(VENV)/installed
 	@echo "-- checking style"
@@ -43,6 +50,8 @@ format: $(VENV)/installed
 bench: $(VENV)/installed
 	@echo "-- attention against torch"
 	$(RUN) benchmarks/attention.py
+	$(RUN) benchmarks/backward.py
+	$(RUN) benchmarks/paged.py
 	@echo "-- the engine against transformers"
 	$(RUN) benchmarks/engine.py
 

@@ -1,36 +1,143 @@
-"""Attention on this machine's CPU against torch's `scaled_dot_product_attention`.
+"""Forward attention against this machine's peers: dense tables and variable lengths.
 
     python benchmarks/attention.py
 
-Ratios are torch's time over ours: above 1, ours is faster. Paged decode is compared with the way
-one reads pages without a paged kernel: gather them, then call torch.
+On a GPU: bfloat16, B x S = 16384, heads x head_dim = 2048, TFLOP/s (causal counts half the work);
+peers are torch's FlashAttention-2 and cuDNN, FlashAttention-3 and 4 where installed. On a CPU: the
+shapes of SmolLM2-135M against torch's `scaled_dot_product_attention`. Ratios are the first peer's
+time over ours: above 1, ours is faster.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad
 
-from flashpage import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
-from harness import finish, interleaved_medians, print_table, setup
+from flashpage import flash_attn_func, flash_attn_varlen_func
+from harness import (
+    DEVICE,
+    ON_GPU,
+    finish,
+    geometric_mean,
+    gpu_medians,
+    medians,
+    print_table,
+    randn,
+    setup,
+)
+from peers import peers, sdpa, works
 
 HEADS, KV_HEADS, DIM = 9, 3, 64  # SmolLM2-135M
+TOKENS, WIDTH = 16384, 2048
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
-    heads = (x.transpose(1, 2) for x in (q, k, v))
-    out = scaled_dot_product_attention(*heads, is_causal=causal, enable_gqa=True)
-    return out.transpose(1, 2)
+def lengths_of(seed: int, count: int, low: int, high: int) -> tuple[list[int], Tensor]:
+    """Random sequence lengths, and their cumulative sums."""
+    rng = random.Random(seed)
+    lengths = [rng.randint(low, high) for _ in range(count)]
+    return lengths, torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=DEVICE)
 
 
-def compare(name: str, ours: Callable[[], Any], torchs: Callable[[], Any]) -> dict[str, Any]:
-    times = interleaved_medians({"ours": ours, "torch": torchs})
+# ---------------------------------------------------------------------------------------------
+# GPU
+# ---------------------------------------------------------------------------------------------
+
+
+def gpu_dense(head_dim: int, causal: bool, seqlen: int, others: dict[str, Any]) -> dict[str, Any]:
+    batch, heads = TOKENS // seqlen, WIDTH // head_dim
+    q, k, v = (randn(batch, seqlen, heads, head_dim) for _ in range(3))
+    contenders = {"flashpage": lambda: flash_attn_func(q, k, v, causal=causal)}
+    for name, attention in others.items():
+        if works(attention, q, k, v, causal):
+            contenders[name] = lambda attention=attention: attention(q, k, v, causal)
+    flops = 4 * batch * heads * seqlen**2 * head_dim / (2 if causal else 1)
+    tflops = {name: flops / t / 1e12 for name, t in gpu_medians(contenders).items()}
+    return {
+        "case": f"d {head_dim}, {'causal' if causal else 'full'}, S {seqlen}",
+        "head_dim": head_dim,
+        "tflops": tflops,
+        "ratio": tflops["flashpage"] / tflops["FA2 (torch)"],
+    }
+
+
+def gpu_varlen(head_dim: int, causal: bool) -> dict[str, Any]:
+    """Lengths from 1 to 4096 at random, against dense sequences with the same work: as many, each
+    of the length whose square is the mean square."""
+    heads, count = WIDTH // head_dim, 16
+    lengths, cu = lengths_of(0, count, 1, 4096)
+    squares = sum(n * n for n in lengths)
+    same = round((squares / count) ** 0.5)
+    q, k, v = (randn(sum(lengths), heads, head_dim) for _ in range(3))
+    dense = [randn(count, same, heads, head_dim) for _ in range(3)]
+    longest = max(lengths)
+    times = gpu_medians(
+        {
+            "varlen": lambda: flash_attn_varlen_func(
+                q, k, v, cu, cu, longest, longest, causal=causal
+            ),
+            "dense": lambda: flash_attn_func(*dense, causal=causal),
+        }
+    )
+    work = 4 * heads * head_dim / (2 if causal else 1) / 1e12
+    rates = {
+        "varlen": squares * work / times["varlen"],
+        "dense": count * same**2 * work / times["dense"],
+    }
+    return {
+        "case": f"d {head_dim}, {'causal' if causal else 'full'}, 16 sequences of 1-4096",
+        "tflops": rates,
+        "ratio": rates["varlen"] / rates["dense"],
+    }
+
+
+def gpu_main() -> None:
+    info = setup()
+    others = peers()
+    results = []
+    for head_dim in (64, 128, 256):
+        for causal in (False, True):
+            for seqlen in (512, 1024, 2048, 4096, 8192, 16384):
+                results.append(gpu_dense(head_dim, causal, seqlen, others))
+    names = ["flashpage", *others]
+    rows = []
+    for r in results:
+        rates = [f"{r['tflops'][n]:.0f}" if n in r["tflops"] else "-" for n in names]
+        rows.append((r["case"], *rates, f"{r['ratio']:.2f}"))
+    print_table(("TFLOP/s", *names, "to FA2"), rows)
+    for head_dim in (64, 128, 256):
+        ratios = [r["ratio"] for r in results if r["head_dim"] == head_dim]
+        print(
+            f"d {head_dim}: {geometric_mean(ratios):.2f}x FA2 in geometric mean, at least "
+            f"{min(ratios):.2f}x"
+        )
+    varlen = [gpu_varlen(d, causal) for d in (64, 128) for causal in (False, True)]
+    print_table(
+        ("TFLOP/s", "varlen", "dense", "ratio"),
+        [
+            (
+                r["case"],
+                f"{r['tflops']['varlen']:.0f}",
+                f"{r['tflops']['dense']:.0f}",
+                f"{r['ratio']:.2f}",
+            )
+            for r in varlen
+        ],
+    )
+    finish("attention", info, results + varlen)
+
+
+# ---------------------------------------------------------------------------------------------
+# CPU
+# ---------------------------------------------------------------------------------------------
+
+
+def cpu_case(name: str, contenders: dict[str, Any]) -> dict[str, Any]:
+    times = medians(contenders)
     return {
         "case": name,
         "ours_ms": times["ours"] * 1e3,
@@ -39,115 +146,51 @@ def compare(name: str, ours: Callable[[], Any], torchs: Callable[[], Any]) -> di
     }
 
 
-def qkv(batch: int, seqlen: int, dtype: torch.dtype, grad: bool = False) -> list[Tensor]:
-    return [
-        torch.randn(batch, seqlen, h, DIM).to(dtype).requires_grad_(grad)
-        for h in (HEADS, KV_HEADS, KV_HEADS)
-    ]
-
-
-def dense(seqlen: int, dtype: torch.dtype) -> dict[str, Any]:
-    q, k, v = qkv(1, seqlen, dtype)
-    return compare(
-        f"dense causal forward, S {seqlen}, {dtype}",
-        lambda: flash_attn_func(q, k, v, causal=True),
-        lambda: sdpa(q, k, v, causal=True),
+def cpu_dense(seqlen: int, dtype: torch.dtype) -> dict[str, Any]:
+    q, k, v = (randn(1, seqlen, h, DIM, dtype=dtype) for h in (HEADS, KV_HEADS, KV_HEADS))
+    return cpu_case(
+        f"dense causal, S {seqlen}, {dtype}",
+        {
+            "ours": lambda: flash_attn_func(q, k, v, causal=True),
+            "torch": lambda: sdpa(q, k, v, True),
+        },
     )
 
 
-def backward(seqlen: int, dtype: torch.dtype) -> dict[str, Any]:
-    inputs = qkv(1, seqlen, dtype, grad=True)
-    dout = torch.randn(1, seqlen, HEADS, DIM).to(dtype)
-
-    def run(function: Callable[..., Tensor]) -> None:
-        torch.autograd.grad(function(*inputs, causal=True), inputs, dout)
-
-    return compare(
-        f"dense causal forward + backward, S {seqlen}, {dtype}",
-        lambda: run(flash_attn_func),
-        lambda: run(sdpa),
-    )
-
-
-def varlen(dtype: torch.dtype) -> dict[str, Any]:
+def cpu_varlen(dtype: torch.dtype) -> dict[str, Any]:
     """32 sequences of 16 to 512 tokens, against padding them all to 512."""
-    rng = random.Random(0)
-    lengths = [rng.randint(16, 512) for _ in range(32)]
-    cu = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-    q, k, v = (torch.randn(sum(lengths), h, DIM).to(dtype) for h in (HEADS, KV_HEADS, KV_HEADS))
+    lengths, cu = lengths_of(0, 32, 16, 512)
+    q, k, v = (randn(sum(lengths), h, DIM, dtype=dtype) for h in (HEADS, KV_HEADS, KV_HEADS))
 
     def padded() -> list[Tensor]:
         batch = []
         for x in (q, k, v):
             parts = x.split(lengths)
             batch.append(torch.stack([pad(p, (0, 0, 0, 0, 0, 512 - len(p))) for p in parts]))
-        out = sdpa(*batch, causal=True)
+        out = sdpa(*batch, True)
         return [out[i, :n] for i, n in enumerate(lengths)]
 
-    return compare(
-        f"varlen causal forward, 32 sequences of 16-512, {dtype}",
-        lambda: flash_attn_varlen_func(q, k, v, cu, cu, max(lengths), max(lengths), causal=True),
-        padded,
+    longest = max(lengths)
+    return cpu_case(
+        f"varlen causal, 32 sequences of 16-512, {dtype}",
+        {
+            "ours": lambda: flash_attn_varlen_func(q, k, v, cu, cu, longest, longest, causal=True),
+            "torch": padded,
+        },
     )
 
 
-def decode(batch: int, context: int, dtype: torch.dtype) -> dict[str, Any]:
-    block_size = 16
-    num_blocks = batch * context // block_size
-    k_pages, v_pages = (
-        torch.randn(num_blocks, block_size, KV_HEADS, DIM).to(dtype) for _ in range(2)
-    )
-    table = torch.randperm(num_blocks).view(batch, -1).int()
-    lengths = torch.full((batch,), context, dtype=torch.int32)
-    q = torch.randn(batch, 1, HEADS, DIM).to(dtype)
-    flat = table.long().flatten()
-
-    def gathered() -> Tensor:
-        k, v = (x[flat].view(batch, context, KV_HEADS, DIM) for x in (k_pages, v_pages))
-        return sdpa(q, k, v, causal=False)
-
-    result = compare(
-        f"paged decode, B {batch}, context {context}, {dtype}",
-        lambda: flash_attn_with_kvcache(
-            q, k_pages, v_pages, cache_seqlens=lengths, block_table=table, causal=True
-        ),
-        gathered,
-    )
-    size = 2 * k_pages.numel() * k_pages.element_size()
-    return {**result, "ours_gb_per_s": size / result["ours_ms"] / 1e6}
-
-
-def main() -> None:
+def cpu_main() -> None:
     info = setup()
     single, half = torch.float32, torch.bfloat16
-    cases: list[Callable[[], dict[str, Any]]] = [
-        lambda: dense(512, single),
-        lambda: dense(2048, single),
-        lambda: dense(2048, half),
-        lambda: backward(2048, single),
-        lambda: varlen(single),
-        lambda: varlen(half),
-        *(
-            lambda b=b, c=c, t=t: decode(b, c, t)
-            for b, c in ((1, 2048), (8, 512), (32, 2048))
-            for t in (single, half)
-        ),
+    results = [
+        *(cpu_dense(s, t) for s, t in ((512, single), (2048, single), (2048, half))),
+        *(cpu_varlen(t) for t in (single, half)),
     ]
-    results = []
-    for case in cases:
-        results.append(case())
-        print(f"  {results[-1]['case']}: {results[-1]['ratio']:.2f}x", flush=True)
-    print()
     print_table(
-        ("case", "ours ms", "torch ms", "ratio", "GB/s"),
+        ("case", "ours ms", "torch ms", "ratio"),
         [
-            (
-                r["case"],
-                f"{r['ours_ms']:.2f}",
-                f"{r['torch_ms']:.2f}",
-                f"{r['ratio']:.2f}",
-                f"{r['ours_gb_per_s']:.1f}" if "ours_gb_per_s" in r else "",
-            )
+            (r["case"], f"{r['ours_ms']:.2f}", f"{r['torch_ms']:.2f}", f"{r['ratio']:.2f}")
             for r in results
         ],
     )
@@ -155,4 +198,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    gpu_main() if ON_GPU else cpu_main()

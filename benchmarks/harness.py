@@ -1,4 +1,4 @@
-"""What the benchmarks share: fair timing of two contenders, set-up, table, JSON."""
+"""What the benchmarks share: fair timing, inputs, set-up, table, JSON."""
 
 from __future__ import annotations
 
@@ -11,12 +11,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+
+
+# ---------------------------------------------------------------------------------------------
+# Timing
+# ---------------------------------------------------------------------------------------------
 
 
 def interleaved_medians(
     contenders: dict[str, Callable[[], object]], rounds: int = 11, warmup: int = 2
 ) -> dict[str, float]:
-    """Median seconds of each contender, called in turn so that noise hits all alike."""
+    """Median seconds of each contender on the CPU, called in turn so that noise hits all alike."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for round_ in range(-warmup, rounds):
         for name, call in contenders.items():
@@ -25,6 +34,52 @@ def interleaved_medians(
             if round_ >= 0:
                 times[name].append(time.perf_counter() - start)
     return {name: statistics.median(t) for name, t in times.items()}
+
+
+def gpu_medians(contenders: dict[str, Callable[[], object]], ms: int = 40) -> dict[str, float]:
+    """Median seconds of each contender by CUDA events, the level-2 cache flushed between calls."""
+    from triton.testing import do_bench
+
+    return {
+        name: do_bench(call, warmup=10, rep=ms, return_mode="median") / 1e3
+        for name, call in contenders.items()
+    }
+
+
+def graph_seconds(call: Callable[[], object], replays: int = 50, rounds: int = 7) -> float:
+    """Median seconds of one call when a CUDA graph replays it many times in a row."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            call()
+        times = []
+        for round_ in range(rounds + 1):
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(replays):
+                graph.replay()
+            stop.record()
+            stop.synchronize()
+            if round_ > 0:
+                times.append(start.elapsed_time(stop) / replays / 1e3)
+    return statistics.median(times)
+
+
+def medians(contenders: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Median seconds of each contender on this machine's GPU, or else its CPU."""
+    return gpu_medians(contenders) if ON_GPU else interleaved_medians(contenders)
+
+
+# ---------------------------------------------------------------------------------------------
+# Inputs and results
+# ---------------------------------------------------------------------------------------------
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = False) -> Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype).requires_grad_(grad)
 
 
 def processor() -> str:
@@ -40,15 +95,23 @@ def processor() -> str:
 
 def setup() -> dict[str, Any]:
     """Hardware and versions, printed and returned."""
-    info = {
+    info: dict[str, Any] = {
         "processor": processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
+    if ON_GPU:
+        import triton
+
+        info |= {"gpu": torch.cuda.get_device_name(), "triton": triton.__version__}
     print(", ".join(f"{key} {value}" for key, value in info.items()), flush=True)
     return info
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    return statistics.geometric_mean(values) if values else float("nan")
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

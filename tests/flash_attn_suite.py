@@ -24,9 +24,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-URL = (
-    "https://raw.githubusercontent.com/Dao-AILab/flash-attention/v2.8.3/tests/test_flash_attn.py"
-)
+URL = "https://raw.githubusercontent.com/Dao-AILab/flash-attention/v2.8.3/tests/test_flash_attn.py"
 
 
 # ---------------------------------------------------------------------------------------------
@@ -81,9 +79,9 @@ class Sampler:
 
 
 def run_part(file: str, cases: int, seed: int, part: int, parts: int) -> None:
+    import flash_attn
     import pytest
 
-    import flash_attn
     import flashpage
 
     assert flash_attn.flash_attn_func is flashpage.flash_attn_func, flash_attn.__file__

@@ -1,4 +1,4 @@
-"""Where the tests of the Triton kernels run: on the GPU if there is one, else in the interpreter."""
+"""Where the tests of the Triton kernels run: on the GPU, or without one in the interpreter."""
 
 from __future__ import annotations
 

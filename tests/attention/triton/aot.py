@@ -10,26 +10,36 @@ not spill registers does, or asks for more shared memory than the GPU has.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import re
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "0"
 
+import torch
 import triton
+from flashpage.attention.triton.backward import backward
+from flashpage.attention.triton.cache import append_kv, store_kv
+from flashpage.attention.triton.decode import decode
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime.driver import driver
 
+from flashpage.attention.dispatch import AttentionInputs, DecodeInputs
+from flashpage.attention.problem import Problem
 from flashpage.attention.triton import runtime
+from flashpage.attention.triton.forward import forward
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 CAPABILITIES = (80, 86, 89, 90, 100, 120)
@@ -102,15 +112,184 @@ def compiling_for(capability: int) -> Iterator[list[Compiled]]:
 
     previous = driver._active
     driver.set_active(_Driver(capability))
-    nothing = property(lambda self: lambda *args: None)
     with (
         mock.patch.object(triton.knobs.runtime, "jit_post_compile_hook", record),
-        mock.patch.object(CompiledKernel, "run", nothing),
-        mock.patch.object(CompiledKernel, "launch_metadata", lambda *_: None),
-        mock.patch.object(runtime, "capability", lambda device: capability),
-        mock.patch.object(runtime, "num_multiprocessors", lambda device: 132),
+        mock.patch.object(CompiledKernel, "run", property(lambda self: mock.Mock())),
+        mock.patch.object(CompiledKernel, "launch_metadata", return_value=None),
+        mock.patch.object(runtime, "capability", return_value=capability),
+        mock.patch.object(runtime, "num_multiprocessors", return_value=132),
     ):
         try:
             yield compiled
         finally:
             driver._active = previous
+
+
+# ---------------------------------------------------------------------------------------------
+# What is compiled
+# ---------------------------------------------------------------------------------------------
+
+HEADS, KV_HEADS = 4, 2
+
+
+def _problem(layout: str, dtype: torch.dtype, head_dim: int, **options: Any) -> Problem:
+    return Problem(
+        layout=layout,
+        device=torch.device("cpu"),
+        dtype=dtype,
+        num_q_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=head_dim,
+        softmax_scale=head_dim**-0.5,
+        **options,
+    )
+
+
+def _inputs(
+    layout: str, dtype: torch.dtype, head_dim: int, block_size: int, problem: Problem
+) -> AttentionInputs:
+    tokens = (256,) if layout != "dense" else (2, 128)
+    q = torch.empty(*tokens, HEADS, head_dim, dtype=dtype)
+    pool = (16, block_size) if layout == "paged" else tokens
+    k, v = (torch.empty(*pool, KV_HEADS, head_dim, dtype=dtype) for _ in range(2))
+    cu = torch.zeros(3, dtype=torch.int32) if layout != "dense" else None
+    table = torch.zeros(2, 8, dtype=torch.int32) if layout == "paged" else None
+    slopes = torch.zeros(HEADS) if problem.has_alibi else None
+    rng_state = torch.zeros(2, dtype=torch.int64) if problem.dropout_p else None
+    return AttentionInputs(q, k, v, cu, cu, table, slopes, rng_state, 128, 128)
+
+
+def compile_forward(
+    layout: str, dtype: torch.dtype, head_dim: int, block_size: int = 0, **options: Any
+) -> None:
+    problem = _problem(layout, dtype, head_dim, **options)
+    inputs = _inputs(layout, dtype, head_dim, block_size, problem)
+    forward(problem, inputs, problem.dropout_p > 0.0)
+
+
+def compile_backward(layout: str, dtype: torch.dtype, head_dim: int, **options: Any) -> None:
+    problem = _problem(layout, dtype, head_dim, **options)
+    inputs = _inputs(layout, dtype, head_dim, 0, problem)
+    lse = torch.zeros(*inputs.q.shape[:-3], HEADS, inputs.q.shape[-3])
+    out = torch.empty_like(inputs.q)
+    backward(problem, inputs, out.clone(), None, out, lse)
+
+
+def compile_decode(
+    dtype: torch.dtype, head_dim: int, block_size: int, seqlen_q: int = 1, **options: Any
+) -> None:
+    problem = _problem("paged" if block_size else "dense", dtype, head_dim, **options)
+    pool = (64, block_size) if block_size else (2, 256)
+    k, v = (torch.empty(*pool, KV_HEADS, head_dim, dtype=dtype) for _ in range(2))
+    q = torch.empty(2, seqlen_q, HEADS, head_dim, dtype=dtype)
+    table = torch.zeros(2, 8, dtype=torch.int32) if block_size else None
+    lengths = torch.zeros(2, dtype=torch.int32)
+    slopes = torch.zeros(HEADS) if problem.has_alibi else None
+    for num_splits in (1, 4):
+        decode(problem, DecodeInputs(q, k, v, lengths, 1, table, None, None, slopes, num_splits))
+
+
+def compile_cache(dtype: torch.dtype, head_dim: int, block_size: int) -> None:
+    k = torch.empty(2, 1, KV_HEADS, head_dim, dtype=dtype)
+    q = torch.empty(2, 1, HEADS, head_dim, dtype=dtype)
+    pages = torch.empty(8, block_size, KV_HEADS, head_dim, dtype=dtype)
+    table, lengths = torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    cos = torch.empty(4 * block_size, head_dim // 2, dtype=dtype)
+    append_kv(q, k, k, pages, pages, lengths, cos, cos, table, None, False, True)
+    store_kv(k[:, 0], k[:, 0], pages, pages, torch.zeros(2, dtype=torch.int64))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call, compiled for one capability. `main`: its kernels must not spill."""
+
+    name: str
+    capability: int
+    call: Callable[[], None]
+    main: bool = False
+
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+CAUSAL = {"window_right": 0}
+
+
+def representative() -> Iterator[Case]:
+    """The main kernels for every GPU, and each option once."""
+    for capability in CAPABILITIES:
+        yield Case("forward causal d 128", capability,
+                   lambda: compile_forward("dense", BF16, 128, **CAUSAL), True)  # fmt: skip
+        yield Case("decode pages of 16, d 128", capability,
+                   lambda: compile_decode(BF16, 128, 16, **CAUSAL), True)  # fmt: skip
+    for capability in (80, 90):
+        yield Case("backward causal d 128", capability,
+                   lambda: compile_backward("dense", BF16, 128, **CAUSAL), True)  # fmt: skip
+    yield Case("forward varlen d 64", 90, lambda: compile_forward("varlen", FP16, 64), True)
+    yield Case("forward pages of 16", 90, lambda: compile_forward("paged", BF16, 128, 16), True)
+    yield Case("forward pages of 256", 90, lambda: compile_forward("paged", BF16, 128, 256), True)
+    yield Case("cache", 90, lambda: compile_cache(BF16, 128, 16), True)
+    options = {"window_left": 64, "window_right": 8, "has_alibi": True, "softcap": 20.0}
+    yield Case("forward options", 86, lambda: compile_forward("varlen", FP16, 80, **options))
+    yield Case("backward options", 86, lambda: compile_backward("varlen", FP16, 80, **options))
+    yield Case("decode options", 86, lambda: compile_decode(FP16, 80, 0, 5, **options))
+    yield Case("forward dropout", 89, lambda: compile_forward("dense", BF16, 64, dropout_p=0.1))
+    yield Case("backward dropout", 89, lambda: compile_backward("dense", BF16, 64, dropout_p=0.1))
+
+
+def every() -> Iterator[Case]:
+    """Every row of the tables of tiles, with and without a mask."""
+    yield from representative()
+    for capability in (75, *CAPABILITIES):
+        for dtype in (FP16, BF16, FP32):
+            if capability == 75 and dtype == BF16:
+                continue
+            for d in (16, 32, 64, 128, 256):
+                label = f"{str(dtype).removeprefix('torch.')} d {d}"
+                for mask, options in (("full", {}), ("causal", CAUSAL)):
+                    yield Case(f"forward {mask} {label}", capability,
+                               partial(compile_forward, "dense", dtype, d, **options))  # fmt: skip
+                    yield Case(f"backward {mask} {label}", capability,
+                               partial(compile_backward, "varlen", dtype, d, **options))  # fmt: skip
+                for block_size in (0, 16, 256):
+                    for seqlen_q in (1, 40):
+                        yield Case(f"decode {label} page {block_size} q {seqlen_q}", capability,
+                                   partial(compile_decode, dtype, d, block_size, seqlen_q,
+                                           **CAUSAL))  # fmt: skip
+                yield Case(f"cache {label}", capability, partial(compile_cache, dtype, d, 16))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--all", action="store_true", help="every row of the tables")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--capability", type=int, help="one capability")
+    options = parser.parse_args()
+    faults = []
+    start = time.perf_counter()
+    count = 0
+    for case in every() if options.all else representative():
+        if options.only not in case.name:
+            continue
+        if options.capability and case.capability != options.capability:
+            continue
+        with compiling_for(case.capability) as compiled:
+            case.call()
+        for k in compiled:
+            count += 1
+            print(
+                f"sm_{case.capability:<4} {case.name:<34} {k.name:<22} {k.seconds:5.1f} s "
+                f"{k.registers:4} registers {k.local_bytes:5} B local {k.shared_bytes / 1024:6.1f} "
+                f"KB shared  {k.instructions}",
+                flush=True,
+            )
+            where = f"sm_{case.capability}, {case.name}: {k.name}"
+            if case.main and k.local_bytes:
+                faults.append(f"{where} spills {k.local_bytes} bytes a thread")
+            if k.shared_bytes > SHARED_KB[case.capability] * 1024:
+                faults.append(f"{where} needs {k.shared_bytes} bytes of shared memory")
+    print(f"{count} kernels compiled, not run, in {time.perf_counter() - start:.0f} s")
+    print("\n".join(faults) or "no faults")
+    sys.exit(bool(faults) or not count)
+
+
+if __name__ == "__main__":
+    main()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from torch import Tensor
 
 from flashpage.attention.problem import Problem
@@ -15,8 +17,9 @@ def padded_head_dim(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
+@cache
 def switches(problem: Problem) -> dict[str, bool]:
-    """What is compiled into a kernel or left out."""
+    """What is compiled into a kernel or left out. Not to be changed: it is kept."""
     return {
         "HAS_LEFT": problem.window_left >= 0,
         "HAS_RIGHT": problem.window_right >= 0,
@@ -51,7 +54,5 @@ def strides_of(x: Tensor) -> tuple[int, int, int]:
 
     A dimension of size 1 has stride 0, whatever torch says, so that it makes no new kernel.
     """
-    entry, row, head = (
-        0 if n == 1 else stride for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True)
-    )
-    return entry, row, head
+    (entry, row, head, _), (a, b, c, _) = x.shape, x.stride()
+    return (a if entry > 1 else 0), (b if row > 1 else 0), (c if head > 1 else 0)

@@ -22,6 +22,8 @@ class TritonBackend:
             return f"serves tensors on a GPU, not on {problem.device}"
         if problem.dtype not in DTYPES:
             return f"serves float16, bfloat16 and float32, not {problem.dtype}"
+        if not torch.cuda.is_available():
+            return "torch sees no GPU on this machine"
         if reason := runtime.why_no_triton():
             return reason
         if 0 < runtime.capability(problem.device) < 75:
@@ -65,7 +67,7 @@ class InterpretedTritonBackend(TritonBackend):
     name = "triton_interpreter"
 
     def why_not(self, problem: Problem, function: Function) -> str | None:
-        if not runtime.interpreting():
+        if not runtime.INTERPRETING:
             return "runs with TRITON_INTERPRET=1"
         if problem.device.type != "cpu":
             return f"serves tensors on the CPU, not on {problem.device}"

@@ -431,14 +431,14 @@ def _launch(problem: Problem, x: AttentionInputs, out: Tensor, softmax_lse: Tens
     tiles = forward_tiles(runtime.capability(q.device), block_d, q.element_size())
     described = page % tiles.block_n == 0 and runtime.descriptors_fit(k, v)
     q_described = runtime.descriptors_fit(q)
-    kv_block = (1, tiles.block_n, 1, block_d)
+    kv_block = [1, tiles.block_n, 1, block_d]
     num_tiles_m = max(1, -(-x.max_seqlen_q // tiles.block_m))
     group_heads = problem.group_size
     if problem.window_right >= 0:
         kv_bytes = max(1, 2 * x.max_seqlen_k * block_d * q.element_size())
         group_heads *= max(1, L2_BYTES // kv_bytes)
     forward_kernel[(num_tiles_m * num_sequences * problem.num_q_heads,)](
-        runtime.descriptor(q, (1, tiles.block_m, 1, block_d)) if q_described else q,
+        runtime.descriptor(q, [1, tiles.block_m, 1, block_d]) if q_described else q,
         runtime.descriptor(k, kv_block) if described else k,
         runtime.descriptor(v, kv_block) if described else v,
         out,

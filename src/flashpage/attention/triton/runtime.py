@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
@@ -20,9 +19,9 @@ from torch import Tensor
 MINIMUM_TRITON = (3, 6)
 
 
-def interpreting() -> bool:
-    """Kernels run in Triton's interpreter, on CPU tensors: for tests without a GPU."""
-    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+INTERPRETING = os.environ.get("TRITON_INTERPRET", "0") == "1"
+"""Kernels run in Triton's interpreter, on CPU tensors: for tests without a GPU. Triton decides it
+when a kernel is defined, so it is read once."""
 
 
 @cache
@@ -70,21 +69,32 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
 
 def descriptors_fit(*tensors: Tensor) -> bool:
     """The accelerator can address these tensors: 16-byte alignment, no expanded dimension."""
-    device = tensors[0].device
-    if not interpreting() and capability(device) < 90:
+    if not INTERPRETING and capability(tensors[0].device) < 90:
         return False
     return all(_descriptor_fits(x) for x in tensors)
 
 
 def _descriptor_fits(x: Tensor) -> bool:
-    size = x.element_size()
-    if x.data_ptr() % 16 or x.stride(-1) != 1 or min(x.shape) == 0:
+    *strides, last = x.stride()
+    if x.data_ptr() % 16 or last != 1 or x.numel() == 0:
         return False
-    return all(0 < stride * size < 2**40 and stride * size % 16 == 0 for stride in x.stride()[:-1])
+    unit = 16 // x.element_size()
+    return all(stride % unit == 0 and 0 < stride < 2**37 for stride in strides)
 
 
-def descriptor(x: Tensor, block_shape: Sequence[int]) -> Any:
-    """A host tensor descriptor of all of x, read in tiles of `block_shape`."""
+@cache
+def _descriptor_type() -> Any:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block_shape))
+    class Descriptor(TensorDescriptor):
+        """Without its checks, which take longer than the launch: `descriptors_fit` made them."""
+
+        def __post_init__(self) -> None:
+            pass
+
+    return Descriptor
+
+
+def descriptor(x: Tensor, block_shape: list[int]) -> Any:
+    """A host tensor descriptor of all of x, read in tiles of `block_shape`."""
+    return _descriptor_type()(x, x.shape, x.stride(), block_shape)
