@@ -61,14 +61,10 @@ def search_path() -> str:
     folders = [str(SHIM)]
     root = str(Path(flashpage.__file__).resolve().parents[1])
     # A site folder is searched anyway, and must not move in front of the standard library.
-    if root not in {str(Path(folder).resolve()) for folder in _site_folders()}:
+    sites = [*site.getsitepackages(), site.getusersitepackages()]
+    if root not in {str(Path(folder).resolve()) for folder in sites}:
         folders.append(root)
     return os.pathsep.join(folders)
-
-
-def _site_folders() -> list[str]:
-    folders = [*site.getsitepackages(), site.getusersitepackages()]
-    return [*folders, *(path for path in sys.path if Path(path).name == "site-packages")]
 
 
 def _imported() -> list[str]:

@@ -364,10 +364,11 @@ class Attention:
             return None
         return self._remembered(position_ids, batch, lambda: _packed_rows(position_ids, batch))
 
+    @torch.compiler.disable  # layers may be compiled, reading values is done between them
     def _remembered(self, tensor: Tensor, use: Any, read: Callable[[], T]) -> T:
         """`read()`, or what it gave for this use of the tensor, if that was not written since."""
         # Tensors made under inference_mode do not count how often they were written.
-        if torch.compiler.is_compiling() or tensor.is_inference():
+        if tensor.is_inference():
             return read()
         asked = (tensor._version, use)
         known = self._read.get(tensor)
