@@ -121,8 +121,16 @@ def test_install_and_uninstall_twice():
     assert not [name for name in sys.modules if name.split(".")[0] == "flash_attn"]
 
 
+def test_install_moves_to_the_front(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "path", [*sys.path, str(SHIM)])
+    install()
+    assert (sys.path[0], sys.path.count(str(SHIM))) == (str(SHIM), 1)
+
+
 def test_another_flash_attn_is_refused(foreign: Path):
-    with pytest.raises(ArgumentError, match=f"override must be True.*{foreign}"):
+    with pytest.raises(
+        ArgumentError, match=f"override must be True to replace flash_attn, .*{foreign}"
+    ):
         install()
     assert str(SHIM) not in sys.path
 

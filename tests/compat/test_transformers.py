@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashpage.compat.transformers import Attention, Padding, padding_of, register
+from flashpage.compat.transformers import MAX_STEP, Attention, Padding, padding_of, register
 from flashpage.errors import ArgumentError, UnsupportedError
 
 transformers = pytest.importorskip("transformers")
@@ -339,6 +339,21 @@ def test_a_smaller_value():
     torch.testing.assert_close(out, expected.transpose(1, 2))
 
 
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("seqlen_q", [MAX_STEP, MAX_STEP + 1])
+def test_steps_and_chunks_over_a_cache(seqlen_q: int, padded: bool):
+    seqlen_k = MAX_STEP + 9
+    q, k, v = heads_first(seqlen_q, seqlen_k)
+    mask = torch.ones(2, seqlen_k, dtype=torch.bool)
+    mask[0, :3] = not padded
+    out, _ = Attention()(torch.nn.Module(), q, k, v, mask if padded else None)
+    visible = mask[:, None, None] & torch.ones(seqlen_q, seqlen_k).tril(seqlen_k - seqlen_q).bool()
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=visible, enable_gqa=True
+    )
+    torch.testing.assert_close(out, expected.transpose(1, 2))
+
+
 def test_a_mask_that_is_written_is_read_again():
     q, k, v = heads_first()
     attention, module = Attention(), torch.nn.Module()
@@ -397,6 +412,8 @@ def test_what_is_not_served():
     for name in ("s_aux", "sinks", "position_bias"):
         with pytest.raises(UnsupportedError, match=f"asks for by {name}"):
             attention(module, q, k, v, None, **{name: torch.zeros(4)})
+    with pytest.raises(UnsupportedError, match="larger head_dim than query .*, got 9 and 8"):
+        attention(module, q, k, torch.randn(2, 2, 5, 9), None)
     with pytest.raises(UnsupportedError, match="output_attentions must be False"):
         attention(module, q, k, v, None, output_attentions=True)
     with pytest.raises(UnsupportedError, match=r"no mask per query; got \(2, 1, 5, 5\)"):

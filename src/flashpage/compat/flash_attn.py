@@ -36,15 +36,15 @@ def install(*, override: bool = False) -> None:
     foreign = [name for name in _imported() if not _is_ours(name)]
     if foreign and not override:
         raise ArgumentError(
-            f"override must be True to replace a flash_attn that is already imported, from "
-            f"{getattr(sys.modules['flash_attn'], '__file__', None) or 'an unknown place'}; or "
-            "call install() before it is imported"
+            f"override must be True to replace {foreign[0]}, which is already imported from "
+            f"{getattr(sys.modules[foreign[0]], '__file__', None)}; or call install() before that"
         )
     for name in foreign:
         del sys.modules[name]
-    if str(SHIM) not in sys.path:
-        sys.path.insert(0, str(SHIM))
-        importlib.invalidate_caches()
+    if str(SHIM) in sys.path:
+        sys.path.remove(str(SHIM))  # it may stand behind another flash_attn
+    sys.path.insert(0, str(SHIM))
+    importlib.invalidate_caches()
 
 
 def uninstall() -> None:
@@ -68,9 +68,9 @@ def search_path() -> str:
 
 
 def _imported() -> list[str]:
-    return [name for name in sys.modules if name == "flash_attn" or name.startswith("flash_attn.")]
+    return sorted(name for name in sys.modules if name.split(".")[0] == "flash_attn")
 
 
 def _is_ours(name: str) -> bool:
     file = getattr(sys.modules[name], "__file__", None)
-    return file is not None and Path(file).is_relative_to(SHIM)
+    return file is not None and Path(file).resolve().is_relative_to(SHIM.resolve())

@@ -30,6 +30,10 @@ from flashpage.errors import ArgumentError, UnsupportedError, require
 
 NAME = "flashpage"
 
+# Up to so many queries a call over a cache is bound by reading it, which the cache function does
+# best; with more it is bound by arithmetic, like a prefill.
+MAX_STEP = 64
+
 # Arguments by which models ask for something that our functions do not compute.
 _NOT_SERVED = {
     "s_aux": "attention sinks",
@@ -311,7 +315,7 @@ class Attention:
         Returns:
             `([batch, seqlen_q, num_q_heads, head_dim of value], None)`; zeros at padding.
         """
-        _refuse(query, key, attention_mask, kwargs)
+        _refuse(query, key, value, attention_mask, kwargs)
         q, k, v = _tokens_first(query, key, value)
         if attention_mask is not None:
             # A static cache has slots that are not filled yet.
@@ -326,7 +330,8 @@ class Attention:
         }
         # The cache functions have no gradient and no dropout.
         with_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-        over_cache = q.shape[1] < k.shape[1] and dropout == 0.0 and not with_gradient
+        step = q.shape[1] <= MAX_STEP and q.shape[1] < k.shape[1]
+        over_cache = step and dropout == 0.0 and not with_gradient
         given = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
         layout = self._layout(q, k, attention_mask, position_ids, given, causal, sliding_window)
         if isinstance(layout, Padding):
@@ -379,7 +384,11 @@ class Attention:
 
 
 def _refuse(
-    query: Tensor, key: Tensor, attention_mask: Tensor | None, kwargs: dict[str, Any]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    kwargs: dict[str, Any],
 ) -> None:
     for name, meaning in _NOT_SERVED.items():
         if kwargs.get(name) is not None:
@@ -391,6 +400,11 @@ def _refuse(
         raise UnsupportedError(
             "output_attentions must be False with flashpage, which never has the whole matrix of "
             'attention weights: use attn_implementation="eager"'
+        )
+    if value.shape[-1] > query.shape[-1]:
+        raise UnsupportedError(
+            f"value must not have a larger head_dim than query with flashpage, got "
+            f"{value.shape[-1]} and {query.shape[-1]}"
         )
     if attention_mask is None:
         return
