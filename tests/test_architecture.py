@@ -16,6 +16,7 @@ RANK = {
     "errors": 0,
     "attention": 1,
     "cache": 2,
+    "compat": 2,  # beside the cache: neither sees the other
     "layers": 3,
     "models": 4,
     "weights": 5,

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from flashpage.compat import flash_attn
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
@@ -31,3 +33,13 @@ def test_engine_steps(capsys: pytest.CaptureFixture[str]) -> None:
     assert "request-1 aborted" in output
     assert "request-0 ended" in output
     assert output.splitlines()[-1].endswith("0 running, 0 pages used")
+
+
+def test_compat(capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        runpy.run_path(str(EXAMPLES / "compat.py"), run_name="__main__")
+    finally:
+        flash_attn.uninstall()
+    output = capsys.readouterr().out
+    assert "flash_attn_func is flashpage.attention.functional's" in output
+    assert float(re.search(r"differ by (\S+)", output)[1]) < 1e-5

@@ -1,0 +1,1 @@
+"""`flash_attn.ops`: only `triton.rotary` is here."""
