@@ -116,10 +116,10 @@ def main() -> None:
         else:
             with urllib.request.urlopen(URL) as response:
                 file.write_bytes(response.read())
-        from flashpage.compat.flash_attn import shim_path
+        from flashpage.compat.flash_attn import search_path
 
         environment = dict(os.environ)
-        paths = [str(shim_path()), *filter(None, [environment.get("PYTHONPATH")])]
+        paths = [search_path(), *filter(None, [environment.get("PYTHONPATH")])]
         environment["PYTHONPATH"] = os.pathsep.join(paths)
         processes = [
             subprocess.Popen(

@@ -216,13 +216,13 @@ CAUSAL = {"window_right": 0}
 def representative() -> Iterator[Case]:
     """The main kernels for every GPU, and each option once."""
     for capability in CAPABILITIES:
-        yield Case("forward causal d 128", capability,
-                   lambda: compile_forward("dense", BF16, 128, **CAUSAL), True)  # fmt: skip
-        yield Case("decode pages of 16, d 128", capability,
-                   lambda: compile_decode(BF16, 128, 16, **CAUSAL), True)  # fmt: skip
+        dense = partial(compile_forward, "dense", BF16, 128, **CAUSAL)
+        yield Case("forward causal d 128", capability, dense, True)
+        paged = partial(compile_decode, BF16, 128, 16, **CAUSAL)
+        yield Case("decode pages of 16, d 128", capability, paged, True)
     for capability in (80, 90):
-        yield Case("backward causal d 128", capability,
-                   lambda: compile_backward("dense", BF16, 128, **CAUSAL), True)  # fmt: skip
+        dense = partial(compile_backward, "dense", BF16, 128, **CAUSAL)
+        yield Case("backward causal d 128", capability, dense, True)
     yield Case("forward varlen d 64", 90, lambda: compile_forward("varlen", FP16, 64), True)
     yield Case("forward pages of 16", 90, lambda: compile_forward("paged", BF16, 128, 16), True)
     yield Case("forward pages of 256", 90, lambda: compile_forward("paged", BF16, 128, 256), True)
@@ -244,17 +244,18 @@ def every() -> Iterator[Case]:
                 continue
             for d in (16, 32, 64, 128, 256):
                 label = f"{str(dtype).removeprefix('torch.')} d {d}"
+                cases: list[tuple[str, Callable[[], None]]] = []
                 for mask, options in (("full", {}), ("causal", CAUSAL)):
-                    yield Case(f"forward {mask} {label}", capability,
-                               partial(compile_forward, "dense", dtype, d, **options))  # fmt: skip
-                    yield Case(f"backward {mask} {label}", capability,
-                               partial(compile_backward, "varlen", dtype, d, **options))  # fmt: skip
-                for block_size in (0, 16, 256):
+                    dense = partial(compile_forward, "dense", dtype, d, **options)
+                    varlen = partial(compile_backward, "varlen", dtype, d, **options)
+                    cases += [(f"forward {mask}", dense), (f"backward {mask}", varlen)]
+                for page in (0, 16, 256):
                     for seqlen_q in (1, 40):
-                        yield Case(f"decode {label} page {block_size} q {seqlen_q}", capability,
-                                   partial(compile_decode, dtype, d, block_size, seqlen_q,
-                                           **CAUSAL))  # fmt: skip
-                yield Case(f"cache {label}", capability, partial(compile_cache, dtype, d, 16))
+                        call = partial(compile_decode, dtype, d, page, seqlen_q, **CAUSAL)
+                        cases.append((f"decode page {page} q {seqlen_q}", call))
+                cases.append(("cache", partial(compile_cache, dtype, d, 16)))
+                for name, call in cases:
+                    yield Case(f"{name} {label}", capability, call)
 
 
 def main() -> None:

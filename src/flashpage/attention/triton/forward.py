@@ -7,7 +7,7 @@ sees need no mask; the few others are handled in loops of their own. Shapes as i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -42,14 +42,29 @@ class Tiles:
 
 
 @cache
-def forward_tiles(capability: int, block_d: int, itemsize: int) -> Tiles:
-    """The table of tiles: by compute capability, head_dim rounded up to a power of two, dtype."""
+def forward_tiles(capability: int, block_d: int, itemsize: int, block_size: int) -> Tiles:
+    """The table of tiles: by compute capability, head_dim rounded up to a power of two, bytes of
+    an element, and tokens of a page (0 without pages).
+    """
+    tiles = _tiles(capability, block_d, itemsize)
+    if block_size == 0:
+        return tiles
+    # A stage goes to the page id that a load waits for, so that half of them hold keys.
+    if block_size % tiles.block_n:
+        # Gathered rows need more registers for their addresses: more warps share them.
+        tiles = replace(tiles, num_warps=max(tiles.num_warps, 8 if block_d >= 64 else 4))
+        if tiles.num_warps == 8 and itemsize == 2 and capability >= 80:
+            tiles = replace(tiles, block_m=128)
+    return replace(tiles, num_stages=2 * tiles.num_stages - 1)
+
+
+def _tiles(capability: int, block_d: int, itemsize: int) -> Tiles:
     if itemsize == 4:  # exact float32 products, on the ordinary units
         return Tiles(64, 32, 4, 2) if block_d <= 64 else Tiles(32, 32, 4, 1)
     if capability == 90:
-        if block_d <= 128:
-            return Tiles(128, 64, 8, 3)
-        return Tiles(128, 64, 8, 2)
+        if block_d <= 64:
+            return Tiles(128, 64, 4, 3)
+        return Tiles(64, 64, 4, 3) if block_d <= 128 else Tiles(128, 32, 8, 3)
     if capability in (80, 87, 100, 103):  # 164 KB of shared memory and more
         if block_d <= 64:
             return Tiles(128, 64, 4, 3)
@@ -428,7 +443,7 @@ def _launch(problem: Problem, x: AttentionInputs, out: Tensor, softmax_lse: Tens
     # With lengths, one sequence more than there are: the rows after the last.
     num_sequences = x.cu_seqlens_q.shape[0] if varlen else q.shape[0]
     block_d = padded_head_dim(problem.head_dim)
-    tiles = forward_tiles(runtime.capability(q.device), block_d, q.element_size())
+    tiles = forward_tiles(runtime.capability(q.device), block_d, q.element_size(), page)
     described = page % tiles.block_n == 0 and runtime.descriptors_fit(k, v)
     q_described = runtime.descriptors_fit(q)
     kv_block = [1, tiles.block_n, 1, block_d]
