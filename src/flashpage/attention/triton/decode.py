@@ -57,19 +57,21 @@ def choose_tile(capability: int, head_dim: int, element_size: int, num_rows: int
     several programs provide together, each hiding the start and the end of the others.
     """
     bytes_per_key = 2 * _block_d(head_dim) * element_size
-    if num_rows <= 16:
-        block_m = 16
-    elif num_rows <= 32 or bytes_per_key > 512:
-        block_m = 32
-    else:
-        block_m = 64
+    # Without matrix units (float32) and with wide heads, more rows do not fit the registers.
+    most_rows = 16 if element_size > 2 else 32 if head_dim > 128 else 64
+    block_m = min(most_rows, max(16, triton.next_power_of_2(num_rows)))
     # Bytes of keys and values in one block, and blocks on their way: by the shared memory.
     if capability in (80, 90, 100, 103):
         block_bytes, depth, per_multiprocessor = 32768, 2, 2
+    elif capability > 80:
+        block_bytes, depth, per_multiprocessor = 16384, 2, 2
     else:
         block_bytes, depth, per_multiprocessor = 16384, 1, 2
+    if element_size > 2 or head_dim * element_size % 16 != 0:
+        # Products without matrix units, and heads that are fetched through registers.
+        block_bytes, depth = block_bytes // 2, 1
     block_n = max(16, min(128, block_bytes // bytes_per_key))
-    return Tile(block_m, block_n, 4, depth, per_multiprocessor)
+    return Tile(block_m, block_n, 8 if block_m == 64 else 4, depth, per_multiprocessor)
 
 
 @cache
