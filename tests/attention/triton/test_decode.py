@@ -171,8 +171,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("seqlen_q", [1, 3, 20])
-@pytest.mark.parametrize("block_size", [None, 16])
+@pytest.mark.parametrize(("seqlen_q", "block_size"), [(1, 16), (3, None), (20, 16)])
 def test_options(name, seqlen_q, block_size):
     lengths = LENGTHS if seqlen_q < 20 else [5, 33]
     Call(lengths, seqlen_q=seqlen_q, block_size=block_size, options=OPTIONS[name]).check()

@@ -10,7 +10,7 @@ Source: Dao et al. 2023, "Flash-Decoding for long-context inference".
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from math import gcd
 from typing import Any
 
@@ -32,7 +32,7 @@ from flashpage.attention.triton.score import LN2, LOG2E, key_range, logits2, vis
 
 @dataclass(frozen=True)
 class Tile:
-    """How one program works, and how many of them one multiprocessor holds."""
+    """How one program works, and how many of them to a multiprocessor."""
 
     block_m: int
     """rows: (token, query head) pairs that share a kv head"""
@@ -74,7 +74,7 @@ def choose_tile(capability: int, head_dim: int, element_size: int, num_rows: int
     return Tile(block_m, block_n, 8 if block_m == 64 else 4, depth, per_multiprocessor)
 
 
-@cache
+@lru_cache(maxsize=1024)
 def choose_num_splits(num_programs: int, slots: int, max_blocks: int) -> int:
     """Parts of the keys: the fewest that keep the GPU nearly as busy as any number does.
 
@@ -434,6 +434,7 @@ def launch(
 
 
 def _block_d(head_dim: int) -> int:
+    """Features of a tile: a power of two that a product takes."""
     return max(triton.next_power_of_2(head_dim), 16)
 
 
