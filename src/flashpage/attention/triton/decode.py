@@ -1,0 +1,553 @@
+"""Attention of a few queries over a KV cache: the keys are split over the GPU, then combined.
+
+One program of the split kernel serves one kv head of one sequence, and one part of its keys: the
+(token, query head) pairs that share the head are the rows of one tile, so keys are read once for
+all of them. Lengths are read on the device, and the work of each part follows them: a captured
+graph may be replayed with others.
+Source: Dao et al. 2023, "Flash-Decoding for long-context inference".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from math import gcd
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from flashpage.attention.dispatch import DecodeInputs
+from flashpage.attention.problem import FLOAT32_TINY, MAX_NUM_SPLITS, Problem
+from flashpage.attention.triton import runtime
+from flashpage.attention.triton.score import LN2, LOG2E, key_range, logits2, visible
+
+# ---------------------------------------------------------------------------------------------
+# Choices: the size of a tile, and into how many parts the keys are split
+# ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How one program works, and how many of them to a multiprocessor."""
+
+    block_m: int
+    """rows: (token, query head) pairs that share a kv head"""
+    block_n: int
+    """keys that are fetched together"""
+    num_warps: int
+    depth: int
+    """blocks of keys on their way while one is worked on"""
+    per_multiprocessor: int
+    """programs that keep one multiprocessor busy, and fit it"""
+
+    def num_stages(self, paged: bool) -> int:
+        """Of Triton's pipeline, which shares them out over loads that wait for each other."""
+        return 1 + self.depth * (2 if paged else 1)
+
+
+@cache
+def choose_tile(capability: int, head_dim: int, element_size: int, num_rows: int) -> Tile:
+    """The tile for `num_rows` (token, query head) pairs per kv head.
+
+    Decoding is bound by memory: what counts is the bytes on their way to a multiprocessor, which
+    several programs provide together, each hiding the start and the end of the others.
+    """
+    bytes_per_key = 2 * _block_d(head_dim) * element_size
+    # Without matrix units (float32) and with wide heads, more rows do not fit the registers.
+    most_rows = 16 if element_size > 2 else 32 if head_dim > 128 else 64
+    block_m = min(most_rows, max(16, triton.next_power_of_2(num_rows)))
+    # Bytes of keys and values in one block, and blocks on their way: by the shared memory.
+    if capability in (80, 90, 100, 103):
+        block_bytes, depth, per_multiprocessor = 32768, 2, 2
+    elif capability > 80:
+        block_bytes, depth, per_multiprocessor = 16384, 2, 2
+    else:
+        block_bytes, depth, per_multiprocessor = 16384, 1, 2
+    if element_size > 2 or head_dim * element_size % 16 != 0:
+        # Products without matrix units, and heads that are fetched through registers.
+        block_bytes, depth = block_bytes // 2, 1
+    block_n = max(16, min(128, block_bytes // bytes_per_key))
+    return Tile(block_m, block_n, 8 if block_m == 64 else 4, depth, per_multiprocessor)
+
+
+@lru_cache(maxsize=1024)
+def choose_num_splits(num_programs: int, slots: int, max_blocks: int) -> int:
+    """Parts of the keys: the fewest that keep the GPU nearly as busy as any number does.
+
+    num_programs: programs without splitting; slots: programs that run at the same time;
+    max_blocks: blocks of keys that the longest sequence can have.
+    """
+    candidates = range(1, max(1, min(max_blocks, MAX_NUM_SPLITS)) + 1)
+
+    def busy(splits: int) -> float:
+        programs = num_programs * splits
+        return programs / (-(-programs // slots) * slots)
+
+    best = max(map(busy, candidates))
+    return next(splits for splits in candidates if busy(splits) >= 0.85 * best)
+
+
+# ---------------------------------------------------------------------------------------------
+# Kernels
+# ---------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _num_keys(seqlens_ptr, leftpad_ptr, sequence, num_new_tokens, capacity):
+    """`(first position, number of keys)` of a sequence, within the cache whatever was given."""
+    length = tl.load(seqlens_ptr + sequence)
+    stored = tl.minimum(length, capacity) + num_new_tokens
+    length = tl.where(length < 0, 0, tl.minimum(stored, capacity))
+    start = 0
+    if leftpad_ptr is not None:
+        start = tl.maximum(tl.load(leftpad_ptr + sequence), 0)
+    return start, tl.maximum(length - start, 0)
+
+
+@triton.jit
+def _elements(stride0, stride1, stride2, ALIGN: tl.constexpr):
+    """Strides in elements, int64, from strides in units of ALIGN elements."""
+    return (
+        stride0.to(tl.int64) * ALIGN,
+        stride1.to(tl.int64) * ALIGN,
+        stride2.to(tl.int64) * ALIGN,
+    )
+
+
+@triton.jit
+def _key_places(
+    table_row_ptr, begin, cols, inside, num_blocks, PAGE: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """`(page, place within it)` of the keys `cols`, which begin at `begin`.
+
+    Page ids are moved into the pool: garbage may give a wrong result, never a wild read.
+    """
+    if PAGE == 0:
+        page = 0
+        within = cols
+    else:
+        if PAGE % BLOCK_N == 0:
+            page = tl.load(table_row_ptr + begin // PAGE)
+            within = begin % PAGE + tl.arange(0, BLOCK_N)
+        else:
+            page = tl.load(table_row_ptr + cols // PAGE, mask=inside, other=0)
+            within = cols % PAGE
+        page = tl.minimum(tl.maximum(page, 0), num_blocks - 1)
+    return page, within
+
+
+@triton.jit(
+    do_not_specialize=[
+        "stride_qb", "stride_qs", "stride_qh", "stride_kb", "stride_ks", "stride_kh",
+        "stride_vb", "stride_vs", "stride_vh", "stride_table", "stride_slopes",
+        "softmax_scale", "softcap", "window_left", "window_right", "seqlen_q", "num_new_tokens",
+        "capacity", "num_blocks", "num_kv_heads", "num_tiles", "num_splits",
+    ]
+)  # fmt: skip
+def _split_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,  # SPLIT: float32 [rows, num_splits, head_dim], not normalised; else the output
+    lse_ptr,  # SPLIT: float32 [rows, num_splits], the row's maximum; else the LSE
+    sum_ptr,  # SPLIT: float32 [rows, num_splits], the row's sum; else None
+    seqlens_ptr,
+    table_ptr,
+    batch_idx_ptr,
+    leftpad_ptr,
+    slopes_ptr,
+    stride_qb,
+    stride_qs,
+    stride_qh,
+    stride_kb,
+    stride_ks,
+    stride_kh,
+    stride_vb,
+    stride_vs,
+    stride_vh,
+    stride_table,
+    stride_slopes,
+    softmax_scale,
+    softcap,
+    window_left,
+    window_right,
+    seqlen_q,
+    num_new_tokens,
+    capacity,
+    num_blocks,
+    num_kv_heads,
+    num_tiles,
+    num_splits,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PAGE: tl.constexpr,  # tokens of a page, 0 without pages
+    ALIGN: tl.constexpr,  # elements: the unit of the strides of q, k and v
+    SAME_STRIDES: tl.constexpr,  # of k and v
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    RAW_SCORES: tl.constexpr,  # the maximum is kept of q . k itself: scale > 0 and nothing else
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        # The combine kernel may be set up while this one runs; it waits for its end.
+        gdc_launch_dependents()
+    # Heads vary fastest: programs that run together read neighbouring memory.
+    pid = tl.program_id(0)
+    kv_head = pid % num_kv_heads
+    pid = pid // num_kv_heads
+    tile = pid % num_tiles
+    pid = pid // num_tiles
+    split = pid % num_splits
+    sequence = (pid // num_splits).to(tl.int64)
+
+    pad, len_k = _num_keys(seqlens_ptr, leftpad_ptr, sequence, num_new_tokens, capacity)
+    diff = len_k - seqlen_q
+    pairs = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    rows = pairs // GROUP
+    heads = kv_head * GROUP + pairs % GROUP
+    real = rows < seqlen_q
+    row_lo = tile * BLOCK_M // GROUP
+    row_hi = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1, seqlen_q)
+
+    lo, _, _, hi = key_range(
+        row_lo, row_hi, seqlen_q, len_k, window_left, window_right, BLOCK_N, HAS_LEFT, HAS_RIGHT
+    )
+    # lo is the start of a block; its keys before `first` are hidden, and may be garbage.
+    first = lo
+    if HAS_LEFT:
+        first = tl.maximum(row_lo + diff - window_left, 0)
+    if SPLIT:
+        per_split = tl.cdiv(tl.cdiv(tl.maximum(hi - lo, 0), num_splits), BLOCK_N) * BLOCK_N
+        lo = lo + split * per_split
+        hi = tl.minimum(hi, lo + per_split)
+
+    # Multiplied here, the compiler knows what they are multiples of, and makes wide loads.
+    stride_qb, stride_qs, stride_qh = _elements(stride_qb, stride_qs, stride_qh, ALIGN)
+    stride_kb, stride_ks, stride_kh = _elements(stride_kb, stride_ks, stride_kh, ALIGN)
+    stride_vb, stride_vs, stride_vh = _elements(stride_vb, stride_vs, stride_vh, ALIGN)
+    dims = tl.arange(0, BLOCK_D)
+    q_offsets = sequence * stride_qb + rows * stride_qs + heads * stride_qh
+    q = tl.load(
+        q_ptr + q_offsets[:, None] + dims[None, :],
+        mask=real[:, None] & (dims < HEAD_DIM)[None, :],
+        other=0.0,
+    )
+    slope = 0.0
+    if slopes_ptr is not None:
+        slope = tl.load(slopes_ptr + sequence * stride_slopes + heads, mask=real, other=0.0)[
+            :, None
+        ]
+
+    k_base = k_ptr + kv_head * stride_kh
+    v_base = v_ptr + kv_head * stride_vh
+    table_row_ptr = table_ptr
+    if PAGE > 0:
+        table_row_ptr = table_ptr + sequence * stride_table
+    else:
+        cache_row = sequence
+        if batch_idx_ptr is not None:
+            cache_row = tl.load(batch_idx_ptr + sequence).to(tl.int64)
+            cache_row = tl.minimum(tl.maximum(cache_row, 0), num_blocks - 1)
+        k_base += cache_row * stride_kb + pad * stride_ks
+        v_base += cache_row * stride_vb + pad * stride_vs
+
+    scale2 = softmax_scale * LOG2E
+    if not RAW_SCORES:
+        scale2 = 1.0
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741 - the field's name
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for begin in tl.range(lo, hi, BLOCK_N, num_stages=STAGES):
+        cols = begin + tl.arange(0, BLOCK_N)
+        inside = (cols >= first) & (cols < hi)
+        # Selected, not multiplied by zero: an unused slot may hold NaN.
+        used = inside[:, None] & (dims < HEAD_DIM)[None, :]
+        page, within = _key_places(table_row_ptr, begin, cols, inside, num_blocks, PAGE, BLOCK_N)
+        k_offsets = page * stride_kb + within * stride_ks
+        k = tl.load(k_base + k_offsets[:, None] + dims[None, :], mask=used, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if not RAW_SCORES:
+            scores = logits2(
+                scores, rows[:, None], cols[None, :], diff, softmax_scale, softcap, slope,
+                HAS_SOFTCAP, slopes_ptr is not None,
+            )  # fmt: skip
+        seen = inside[None, :]
+        if HAS_LEFT or HAS_RIGHT:
+            seen = seen & visible(
+                rows[:, None], cols[None, :], seqlen_q, len_k, window_left, window_right,
+                HAS_LEFT, HAS_RIGHT,
+            )  # fmt: skip
+        scores = tl.where(seen, scores, float("-inf"))
+
+        m_new = tl.maximum(m, tl.max(scores, 1))
+        # Rows that saw no key yet: exp2(-inf - 0) is 0 where exp2(-inf + inf) were NaN.
+        top = tl.where(m_new == float("-inf"), 0.0, m_new)
+        # The difference is scaled, not scaled terms subtracted: exact at any magnitude.
+        p = tl.exp2((scores - top[:, None]) * scale2)
+        fade = tl.exp2((m - top) * scale2)
+        l = l * fade + tl.sum(p, 1)  # noqa: E741
+        m = m_new
+        v_offsets = k_offsets
+        if not SAME_STRIDES:
+            v_offsets = page * stride_vb + within * stride_vs
+        v = tl.load(v_base + v_offsets[:, None] + dims[None, :], mask=used, other=0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+
+    num_q_heads = num_kv_heads * GROUP
+    place = (sequence * seqlen_q + rows) * num_q_heads + heads
+    if SPLIT:
+        place = place * num_splits + split
+        tl.store(lse_ptr + place, m, mask=real)
+        tl.store(sum_ptr + place, l, mask=real)
+        real = real & (lo < hi)
+    else:
+        empty = l == 0
+        acc = tl.where(empty, 0.0, 1.0 / l)[:, None] * acc
+        lse = tl.where(empty, float("inf"), (m * scale2 + tl.log2(l)) * LN2)
+        tl.store(lse_ptr + (sequence * num_q_heads + heads) * seqlen_q + rows, lse, mask=real)
+    tl.store(
+        out_ptr + (place * HEAD_DIM)[:, None] + dims[None, :],
+        acc.to(out_ptr.dtype.element_ty),
+        mask=real[:, None] & (dims < HEAD_DIM)[None, :],
+    )
+
+
+@triton.jit(
+    do_not_specialize=["scale2", "num_rows", "num_q_heads", "seqlen_q", "num_splits"],
+)
+def _combine_kernel(
+    partial_ptr,
+    max_ptr,
+    sum_ptr,
+    out_ptr,
+    lse_ptr,
+    scale2,
+    num_rows,
+    num_q_heads,
+    seqlen_q,
+    num_splits,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Sum the parts of each row, weighted by the distance of their maxima."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    splits = tl.arange(0, BLOCK_S)
+    dims = tl.arange(0, BLOCK_D)
+    real = rows < num_rows
+    there = real[:, None] & (splits < num_splits)[None, :]
+    place = rows[:, None] * num_splits + splits[None, :]
+    if OVERLAP:
+        gdc_wait()
+    m = tl.load(max_ptr + place, mask=there, other=float("-inf"))
+    l = tl.load(sum_ptr + place, mask=there, other=0.0)  # noqa: E741 - the field's name
+    # Read before it is known which parts are empty: one trip to memory, not two.
+    partial = tl.load(
+        partial_ptr + (place * HEAD_DIM)[:, :, None] + dims[None, None, :],
+        mask=there[:, :, None] & (dims < HEAD_DIM)[None, None, :],
+        other=0.0,
+    )
+    m_row = tl.max(m, 1)
+    top = tl.where(m_row == float("-inf"), 0.0, m_row)
+    weight = tl.exp2((m - top[:, None]) * scale2)
+    total = tl.sum(weight * l, 1)
+    # An empty part wrote no values: what lies there may be NaN.
+    filled = (m > float("-inf"))[:, :, None]
+    acc = tl.sum(tl.where(filled, partial * weight[:, :, None], 0.0), 1)
+    empty = total == 0
+    acc = tl.where(empty, 0.0, 1.0 / total)[:, None] * acc
+    lse = tl.where(empty, float("inf"), (top * scale2 + tl.log2(total)) * LN2)
+    tl.store(
+        out_ptr + (rows * HEAD_DIM)[:, None] + dims[None, :],
+        acc.to(out_ptr.dtype.element_ty),
+        mask=real[:, None] & (dims < HEAD_DIM)[None, :],
+    )
+    head = rows % num_q_heads
+    token = rows // num_q_heads % seqlen_q
+    sequence = rows // num_q_heads // seqlen_q
+    tl.store(lse_ptr + (sequence * num_q_heads + head) * seqlen_q + token, lse, mask=real)
+
+
+# ---------------------------------------------------------------------------------------------
+# Launch
+# ---------------------------------------------------------------------------------------------
+
+
+def decode(problem: Problem, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
+    """`(out, softmax_lse)` of queries over a cache, dense or in pages; nothing synchronises.
+
+    Shapes as in `functional.flash_attn_with_kvcache`; float16, bfloat16 or float32. softmax_lse
+    is float32 `[batch, num_q_heads, seqlen_q]`. Lengths beyond the cache end with it, negative
+    ones are 0.
+    """
+    batch, seqlen_q, num_q_heads, head_dim = inputs.q.shape
+    out = inputs.q.new_empty(inputs.q.shape)
+    softmax_lse = inputs.q.new_empty(batch, num_q_heads, seqlen_q, dtype=torch.float32)
+    if out.numel() == 0:
+        return out, softmax_lse
+    num_rows = problem.group_size * seqlen_q
+    tile = choose_tile(runtime.capability(out.device), head_dim, out.element_size(), num_rows)
+    num_splits = inputs.num_splits
+    if num_splits == 0:
+        num_keys = _capacity(inputs)
+        if 0 <= problem.window_left < num_keys:
+            num_keys = min(num_keys, problem.window_left + seqlen_q)
+        num_splits = choose_num_splits(
+            batch * problem.num_kv_heads * triton.cdiv(num_rows, tile.block_m),
+            runtime.num_multiprocessors(out.device) * tile.per_multiprocessor,
+            triton.cdiv(num_keys, tile.block_n),
+        )
+    launch(problem, inputs, out, softmax_lse, tile, num_splits)
+    return out, softmax_lse
+
+
+def launch(
+    problem: Problem,
+    inputs: DecodeInputs,
+    out: Tensor,
+    softmax_lse: Tensor,
+    tile: Tile,
+    num_splits: int,
+) -> None:
+    """Write `out` and `softmax_lse`, contiguous, with a given tile and number of splits."""
+    rows = out.shape[:3]
+    with runtime.on_device(out.device):
+        if num_splits == 1:
+            _launch_split(problem, inputs, out, softmax_lse, None, tile, 1)
+            return
+        partial = out.new_empty(*rows, num_splits, problem.head_dim, dtype=torch.float32)
+        maxima, sums = out.new_empty(2, *rows, num_splits, dtype=torch.float32)
+        _launch_split(problem, inputs, partial, maxima, sums, tile, num_splits)
+        _launch_combine(problem, partial, maxima, sums, out, softmax_lse)
+
+
+def _block_d(head_dim: int) -> int:
+    """Features of a tile: a power of two that a product takes."""
+    return max(triton.next_power_of_2(head_dim), 16)
+
+
+def _capacity(inputs: DecodeInputs) -> int:
+    """Positions of one sequence."""
+    length = inputs.k_cache.shape[1]
+    return length if inputs.block_table is None else inputs.block_table.shape[1] * length
+
+
+def _keeps_raw_scores(problem: Problem) -> bool:
+    """The largest logit is the one of the largest q . k."""
+    plain = problem.softcap == 0 and not problem.has_alibi
+    return plain and problem.softmax_scale >= FLOAT32_TINY
+
+
+def _overlap(device: torch.device) -> dict[str, Any]:
+    """The combine kernel is set up while the split kernel runs, where the hardware can."""
+    return {"launch_pdl": True} if runtime.capability(device) >= 90 else {}
+
+
+def _alignment(*tensors: Tensor) -> int:
+    """The largest power of two, up to 16, that divides every stride but the last."""
+    return gcd(16, *(stride for x in tensors for stride in x.stride()[:-1]))
+
+
+def _launch_split(
+    problem: Problem,
+    inputs: DecodeInputs,
+    out: Tensor,
+    lse: Tensor,
+    sums: Tensor | None,
+    tile: Tile,
+    num_splits: int,
+) -> None:
+    q, k, v, table = inputs.q, inputs.k_cache, inputs.v_cache, inputs.block_table
+    batch, seqlen_q, _, head_dim = q.shape
+    capacity = _capacity(inputs)
+    num_tiles = triton.cdiv(problem.group_size * seqlen_q, tile.block_m)
+    slopes = inputs.alibi_slopes
+    raw_scores = _keeps_raw_scores(problem)
+    align = _alignment(q, k, v)
+    _split_kernel[(batch * num_splits * num_tiles * problem.num_kv_heads,)](
+        q,
+        k,
+        v,
+        out,
+        lse,
+        sums,
+        inputs.cache_seqlens.contiguous(),
+        table,
+        None if inputs.cache_batch_idx is None else inputs.cache_batch_idx.contiguous(),
+        None if inputs.cache_leftpad is None else inputs.cache_leftpad.contiguous(),
+        slopes,
+        *(stride // align for x in (q, k, v) for stride in x.stride()[:3]),
+        0 if table is None else table.stride(0),
+        0 if slopes is None or slopes.dim() == 1 else slopes.stride(0),
+        problem.softmax_scale,
+        problem.softcap,
+        problem.window_left,
+        problem.window_right,
+        seqlen_q,
+        inputs.num_new_tokens,
+        capacity,
+        k.shape[0],
+        problem.num_kv_heads,
+        num_tiles,
+        num_splits,
+        GROUP=problem.group_size,
+        HEAD_DIM=head_dim,
+        BLOCK_D=_block_d(head_dim),
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        PAGE=0 if table is None else k.shape[1],
+        ALIGN=align,
+        SAME_STRIDES=k.stride() == v.stride(),
+        # A window that hides nothing is none: a single query sees every key to its right.
+        HAS_LEFT=0 <= problem.window_left < capacity,
+        HAS_RIGHT=0 <= problem.window_right < seqlen_q - 1,
+        HAS_SOFTCAP=problem.softcap > 0,
+        RAW_SCORES=raw_scores,
+        SPLIT=sums is not None,
+        STAGES=tile.num_stages(table is not None),
+        OVERLAP=sums is not None and bool(_overlap(q.device)),
+        num_warps=tile.num_warps,
+        # Logits are rounded before their maximum is taken off: fused, they would not cancel.
+        enable_fp_fusion=raw_scores,
+    )
+
+
+def _launch_combine(
+    problem: Problem, partial: Tensor, maxima: Tensor, sums: Tensor, out: Tensor, lse: Tensor
+) -> None:
+    num_rows, num_splits = lse.numel(), partial.shape[3]
+    # Few variants, so that no number of splits compiles its own.
+    block_s = 8 if num_splits <= 8 else 32 if num_splits <= 32 else MAX_NUM_SPLITS
+    block_r = 4 if block_s == 8 else 1
+    overlap = _overlap(out.device)
+    _combine_kernel[(triton.cdiv(num_rows, block_r),)](
+        partial,
+        maxima,
+        sums,
+        out,
+        lse,
+        problem.softmax_scale * LOG2E.value if _keeps_raw_scores(problem) else 1.0,
+        num_rows,
+        problem.num_q_heads,
+        out.shape[1],
+        num_splits,
+        HEAD_DIM=problem.head_dim,
+        BLOCK_D=_block_d(problem.head_dim),
+        BLOCK_R=block_r,
+        BLOCK_S=block_s,
+        OVERLAP=bool(overlap),
+        num_warps=8 if block_s == MAX_NUM_SPLITS else 4,
+        **overlap,
+    )
