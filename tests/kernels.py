@@ -10,7 +10,7 @@ import torch
 from flashpage.attention import dispatch
 
 ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
+DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
 BACKEND = "triton" if ON_GPU else "triton_interpreter"
 # The interpreter's bfloat16 products are wrong.
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)[: 3 if ON_GPU else 2]

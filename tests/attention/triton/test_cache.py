@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attention.triton.support import DEVICE, DTYPES, on_gpu
 from flashpage.attention.triton.cache import append_kv, store_kv
 from flashpage.errors import ArgumentError
+from kernels import DEVICE, DTYPES
 from oracles import rotate_slowly
 
 
@@ -287,7 +287,6 @@ def test_caches_of_different_shapes_are_refused():
 
 
 @pytest.mark.gpu
-@on_gpu
 def test_store_offsets_beyond_32_bits():
     cache = torch.zeros(2**31 // 4096 + 3, 16, 1, 256, device=DEVICE, dtype=torch.int8)
     k = torch.randint(1, 100, (2, 1, 256), device=DEVICE, dtype=torch.int8)

@@ -222,7 +222,7 @@ def test_pointers_serve_what_descriptors_cannot():
     for x in (q, k, v):
         moved = torch.empty(x.numel() + 1, dtype=x.dtype, device=DEVICE)[1:].view(x.shape)
         shifted.append(moved.copy_(x))
-    if DEVICE == "cpu" or runtime.capability(torch.device(DEVICE, 0)) >= 90:
+    if DEVICE.type == "cpu" or runtime.capability(DEVICE) >= 90:
         assert runtime.descriptors_fit(q, k, v)
     assert not runtime.descriptors_fit(*shifted)
     with kernels():

@@ -6,7 +6,7 @@ from functools import cache
 
 from torch import Tensor
 
-from flashpage.attention.problem import Problem
+from flashpage.attention.problem import FLOAT32_TINY, Problem
 
 MAX_WINDOW = 2**29
 """A wider side is as good as unbounded, and this one can be added to positions in int32."""
@@ -31,7 +31,8 @@ def switches(problem: Problem) -> dict[str, bool]:
 
 def raw_scores(problem: Problem) -> bool:
     """Scores can stay unscaled until the exponent: nothing but a positive scale changes them."""
-    return problem.softmax_scale > 0.0 and problem.softcap == 0.0 and not problem.has_alibi
+    plain = problem.softcap == 0.0 and not problem.has_alibi
+    return plain and problem.softmax_scale >= FLOAT32_TINY
 
 
 def window(problem: Problem) -> tuple[int, int]:

@@ -21,8 +21,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashpage.attention.dispatch import DecodeInputs
-from flashpage.attention.problem import FLOAT32_TINY, MAX_NUM_SPLITS, Problem
+from flashpage.attention.problem import MAX_NUM_SPLITS, Problem
 from flashpage.attention.triton import runtime
+from flashpage.attention.triton.arguments import padded_head_dim, raw_scores, slopes_stride, window
 from flashpage.attention.triton.score import LN2, LOG2E, key_range, logits2, visible
 
 # ---------------------------------------------------------------------------------------------
@@ -42,7 +43,7 @@ class Tile:
     depth: int
     """blocks of keys on their way while one is worked on"""
     per_multiprocessor: int
-    """programs that keep one multiprocessor busy, and fit it"""
+    """programs that use a multiprocessor's share of the bandwidth; half as many again fit it"""
 
     def num_stages(self, paged: bool) -> int:
         """Of Triton's pipeline, which shares them out over loads that wait for each other."""
@@ -56,7 +57,7 @@ def choose_tile(capability: int, head_dim: int, element_size: int, num_rows: int
     Decoding is bound by memory: what counts is the bytes on their way to a multiprocessor, which
     several programs provide together, each hiding the start and the end of the others.
     """
-    bytes_per_key = 2 * _block_d(head_dim) * element_size
+    bytes_per_key = 2 * padded_head_dim(head_dim) * element_size
     # Without matrix units (float32) and with wide heads, more rows do not fit the registers.
     most_rows = 16 if element_size > 2 else 32 if head_dim > 128 else 64
     block_m = min(most_rows, max(16, triton.next_power_of_2(num_rows)))
@@ -76,19 +77,28 @@ def choose_tile(capability: int, head_dim: int, element_size: int, num_rows: int
 
 @lru_cache(maxsize=1024)
 def choose_num_splits(num_programs: int, slots: int, max_blocks: int) -> int:
-    """Parts of the keys: the fewest that keep the GPU nearly as busy as any number does.
+    """Parts of the keys: the fewest that keep the GPU's memory as busy as any number does, or 98 %
+    of that, as a model of it says.
 
-    num_programs: programs without splitting; slots: programs that run at the same time;
-    max_blocks: blocks of keys that the longest sequence can have.
+    num_programs: programs without splitting; slots: programs that use the whole bandwidth, half
+    as many again run at the same time; max_blocks: blocks of keys that the longest sequence can
+    have.
     """
-    candidates = range(1, max(1, min(max_blocks, MAX_NUM_SPLITS)) + 1)
 
     def busy(splits: int) -> float:
         programs = num_programs * splits
-        return programs / (-(-programs // slots) * slots)
+        if programs <= slots:
+            used = programs / slots
+        else:
+            # In the last round some multiprocessors have less to do; half of it is made up for.
+            idle = -programs % (slots + slots // 2)
+            used = programs / (programs + idle / 2)
+        blocks = max_blocks / splits
+        return used * blocks / (blocks + 1)  # starting and ending a program take about a block
 
+    candidates = range(1, max(1, min(max_blocks, MAX_NUM_SPLITS)) + 1)
     best = max(map(busy, candidates))
-    return next(splits for splits in candidates if busy(splits) >= 0.85 * best)
+    return next(splits for splits in candidates if busy(splits) >= 0.98 * best)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -433,21 +443,10 @@ def launch(
         _launch_combine(problem, partial, maxima, sums, out, softmax_lse)
 
 
-def _block_d(head_dim: int) -> int:
-    """Features of a tile: a power of two that a product takes."""
-    return max(triton.next_power_of_2(head_dim), 16)
-
-
 def _capacity(inputs: DecodeInputs) -> int:
     """Positions of one sequence."""
     length = inputs.k_cache.shape[1]
     return length if inputs.block_table is None else inputs.block_table.shape[1] * length
-
-
-def _keeps_raw_scores(problem: Problem) -> bool:
-    """The largest logit is the one of the largest q . k."""
-    plain = problem.softcap == 0 and not problem.has_alibi
-    return plain and problem.softmax_scale >= FLOAT32_TINY
 
 
 def _overlap(device: torch.device) -> dict[str, Any]:
@@ -474,7 +473,7 @@ def _launch_split(
     capacity = _capacity(inputs)
     num_tiles = triton.cdiv(problem.group_size * seqlen_q, tile.block_m)
     slopes = inputs.alibi_slopes
-    raw_scores = _keeps_raw_scores(problem)
+    raw = raw_scores(problem)
     align = _alignment(q, k, v)
     _split_kernel[(batch * num_splits * num_tiles * problem.num_kv_heads,)](
         q,
@@ -490,11 +489,10 @@ def _launch_split(
         slopes,
         *(stride // align for x in (q, k, v) for stride in x.stride()[:3]),
         0 if table is None else table.stride(0),
-        0 if slopes is None or slopes.dim() == 1 else slopes.stride(0),
+        slopes_stride(slopes),
         problem.softmax_scale,
         problem.softcap,
-        problem.window_left,
-        problem.window_right,
+        *window(problem),
         seqlen_q,
         inputs.num_new_tokens,
         capacity,
@@ -504,7 +502,7 @@ def _launch_split(
         num_splits,
         GROUP=problem.group_size,
         HEAD_DIM=head_dim,
-        BLOCK_D=_block_d(head_dim),
+        BLOCK_D=padded_head_dim(head_dim),
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         PAGE=0 if table is None else k.shape[1],
@@ -514,13 +512,13 @@ def _launch_split(
         HAS_LEFT=0 <= problem.window_left < capacity,
         HAS_RIGHT=0 <= problem.window_right < seqlen_q - 1,
         HAS_SOFTCAP=problem.softcap > 0,
-        RAW_SCORES=raw_scores,
+        RAW_SCORES=raw,
         SPLIT=sums is not None,
         STAGES=tile.num_stages(table is not None),
         OVERLAP=sums is not None and bool(_overlap(q.device)),
         num_warps=tile.num_warps,
         # Logits are rounded before their maximum is taken off: fused, they would not cancel.
-        enable_fp_fusion=raw_scores,
+        enable_fp_fusion=raw,
     )
 
 
@@ -538,13 +536,13 @@ def _launch_combine(
         sums,
         out,
         lse,
-        problem.softmax_scale * LOG2E.value if _keeps_raw_scores(problem) else 1.0,
+        problem.softmax_scale * LOG2E.value if raw_scores(problem) else 1.0,
         num_rows,
         problem.num_q_heads,
         out.shape[1],
         num_splits,
         HEAD_DIM=problem.head_dim,
-        BLOCK_D=_block_d(problem.head_dim),
+        BLOCK_D=padded_head_dim(problem.head_dim),
         BLOCK_R=block_r,
         BLOCK_S=block_s,
         OVERLAP=bool(overlap),
