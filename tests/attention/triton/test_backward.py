@@ -5,6 +5,7 @@ Out and LSE come from the oracle, rounded as a forward would leave them; fresh m
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -85,7 +86,7 @@ def run(q, k, v, dout, dlse, out, lse, cu=None, rng_state=None, longer=0, **opti
         has_alibi=slopes is not None,
     )
     if cu:
-        longest = [max(b - a for a, b in zip(c, c[1:], strict=False)) + longer for c in cu]
+        longest = [max(b - a for a, b in itertools.pairwise(c)) + longer for c in cu]
         cu = [torch.tensor(c, dtype=torch.int32, device=q.device) for c in cu]
     else:
         longest, cu = [q.shape[1], k.shape[1]], [None, None]
@@ -124,13 +125,11 @@ def test_empty_dense_inputs_give_zeros(sq, sk, b):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [(-1, 0), (3, 0), (-1, -60), (2, 1)], ids=str)
+@pytest.mark.parametrize("window", [(-1, 0), (3, 0), (2, 1)], ids=str)
 def test_rows_without_keys(dtype, window):
     """More queries than keys, so that the first rows see nothing."""
-    window = (window[0], window[1] if window[1] > -2 else 0)
-    tensors = make(1, 75, 40, dtype=dtype)
-    dq, _, _ = check(*tensors, window_size=window)
-    assert not dq[:, : 35 - max(window[1], 0)].any()
+    dq, _, _ = check(*make(1, 75, 40, dtype=dtype), window_size=window)
+    assert not dq[:, : 35 - window[1]].any()
 
 
 CU = [
@@ -141,21 +140,22 @@ CU = [
 ]
 
 
+@pytest.mark.parametrize("dtype", DTYPES[:2])  # pointers, descriptors
 @pytest.mark.parametrize("tail", [0, 37])
 @pytest.mark.parametrize("cu", CU, ids=str)
-def test_varlen_with_empty_sequences_and_a_tail_of_nan(cu, tail):
-    q, dout, dlse = rand(cu[0][-1] + tail, 2, 32), rand(cu[0][-1] + tail, 2, 32), None
-    k, v = rand(cu[1][-1] + tail, 2, 32), rand(cu[1][-1] + tail, 2, 32)
-    dlse = rand(2, len(q))
-    out, lse, exact = oracle(q, k, v, dout, dlse, torch.float64, cu, causal=True)
-    for x, end in ((q, cu[0]), (dout, cu[0]), (k, cu[1]), (v, cu[1])):
+def test_varlen_with_empty_sequences_and_a_tail_of_nan(cu, tail, dtype):
+    q, dout = (rand(cu[0][-1] + tail, 2, 32, dtype=dtype) for _ in range(2))
+    k, v = (rand(cu[1][-1] + tail, 2, 32, dtype=dtype) for _ in range(2))
+    tensors = (q, k, v, dout, rand(2, len(q)))
+    out, lse, exact = oracle(*tensors, torch.float64, cu, causal=True)
+    _, _, low = oracle(*tensors, dtype, cu, causal=True)
+    out, lse = out.to(dtype), lse.float()
+    for x, end in ((q, cu[0]), (dout, cu[0]), (out, cu[0]), (k, cu[1]), (v, cu[1])):
         x[end[-1] :] = torch.nan
-    out, lse = out.float(), lse.float()
-    out[cu[0][-1] :] = torch.nan
     for longer in (0, 300):
-        grads = run(q, k, v, dout, dlse, out, lse, cu, longer=longer, causal=True)
-        for name, grad, e in zip(("dq", "dk", "dv"), grads, exact, strict=True):
-            assert max_error(grad, e) < 1e-5, name
+        grads = run(*tensors, out, lse, cu, longer=longer, causal=True)
+        for name, grad, e, lo in zip(("dq", "dk", "dv"), grads, exact, low, strict=True):
+            assert_as_good(grad, e, lo, name)
 
 
 def test_all_tokens_are_tail():
@@ -230,7 +230,10 @@ def test_lengths_around_the_tiles(sq, sk, dtype):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_random_problems(seed):
-    rng = random.Random(seed + 1000 * random.randrange(10**6))
+    seed += 1000 * random.randrange(10**6)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
     hk, group = rng.choice([(1, 1), (2, 1), (1, 3)])
     d = rng.choice([8, 16, 24, 33, 48])
     options = with_slopes(rng.choice(OPTIONS), 3, hk * group)
@@ -268,20 +271,20 @@ def test_gradient_of_the_lse_alone():
     assert not dv.any()
 
 
-def test_sequences_do_not_see_each_other():
+@pytest.mark.parametrize("dtype", DTYPES[:2])  # pointers, descriptors
+def test_sequences_do_not_see_each_other(dtype):
     """NaN in one sequence stays there, though a tile reaches into the next one."""
     cu = ([0, 20, 55, 75], [0, 30, 62, 100])
-    q, dout, k, v = (rand(n, 1, 16) for n in (75, 75, 100, 100))
+    q, dout, k, v = (rand(n, 1, 16, dtype=dtype) for n in (75, 75, 100, 100))
     tensors = (q, k, v, dout, None)
     out, lse, _ = oracle(*tensors, torch.float64, cu)
-    out, lse = out.float(), lse.float()
+    out, lse = out.to(dtype), lse.float()
     expected = run(*tensors, out, lse, cu)
-    for x, c in ((q, cu[0]), (dout, cu[0]), (k, cu[1]), (v, cu[1]), (out, cu[0])):
+    for x, c in ((q, cu[0]), (dout, cu[0]), (out, cu[0]), (k, cu[1]), (v, cu[1])):
         x[c[1] : c[2]] = torch.nan
     lse[:, cu[0][1] : cu[0][2]] = torch.nan
-    for grad, e, c in zip(
-        run(*tensors, out, lse, cu), expected, (*cu[:1], *cu[1:] * 2), strict=True
-    ):
+    actual = run(*tensors, out, lse, cu)
+    for grad, e, c in zip(actual, expected, (cu[0], cu[1], cu[1]), strict=True):
         assert torch.equal(grad[: c[1]], e[: c[1]])
         assert torch.equal(grad[c[2] :], e[c[2] :])
         assert grad[c[1] : c[2]].isnan().any()

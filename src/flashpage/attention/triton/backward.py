@@ -65,15 +65,15 @@ _AMPERE = {  # 164 KB
     128: (Tile(128, 64, 8, 2), Tile(32, 128, 8, 2)),
     256: (Tile(64, 32, 8, 2), Tile(32, 64, 8, 2)),
 }
-_ANY = {  # 64 KB: the least that a machine has
-    64: (Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
-    128: (Tile(64, 32, 4, 2), Tile(32, 64, 4, 2)),
-    256: (Tile(32, 32, 4, 1), Tile(16, 32, 4, 1)),
+_SMALL = {  # 64 KB: fits every machine with tensor cores
+    64: (Tile(64, 64, 4, 2, True), Tile(64, 64, 4, 2, True)),
+    128: (Tile(64, 32, 4, 2, True), Tile(32, 64, 4, 2, True)),
+    256: (Tile(32, 32, 4, 1, True), Tile(16, 32, 4, 1, True)),
 }
-_FLOAT32 = {  # exact products run without tensor cores, from registers
-    64: (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
-    128: (Tile(32, 32, 4, 1), Tile(16, 32, 4, 1)),
-    256: (Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
+_NO_TENSOR_CORES = {  # products from registers: small tiles, many warps
+    64: (Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
+    128: (Tile(16, 16, 8, 1), Tile(16, 32, 8, 1)),
+    256: (Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
 }
 
 
@@ -87,10 +87,10 @@ def choose_tiles(capability: int, head_dim: int, itemsize: int) -> tuple[Tile, T
 
     block_m of the first is a multiple of the other's: whole tiles of rows are padded by it.
     """
-    if itemsize == 4:
-        table = _FLOAT32
+    if itemsize == 4 or 0 < capability < 80:  # exact float32; Triton 3.6 leaves out Turing's
+        table = _NO_TENSOR_CORES
     else:
-        table = {80: _AMPERE, 90: _HOPPER, 100: _HOPPER}.get(capability, _ANY)
+        table = {80: _AMPERE, 90: _HOPPER, 100: _HOPPER}.get(capability, _SMALL)
     return table[max(64, head_dim)]
 
 
@@ -222,11 +222,27 @@ def _probabilities(
 
 
 @triton.jit
+def _probability_gradients(
+    a, b, delta, keep, dropout_p,
+    M: tl.constexpr, N: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """`dP - delta` as `[M, N]`, dP being the gradient of P before dropout.
+
+    The product a @ b, of dO and V, starts at -delta: no register has to hold delta meanwhile.
+    """
+    start = tl.broadcast_to(-delta, [M, N])
+    if HAS_DROPOUT:
+        dp = tl.dot(a, b, start * (1.0 - dropout_p), input_precision="ieee")
+        return tl.where(keep, dp / (1.0 - dropout_p), start)
+    return tl.dot(a, b, start, input_precision="ieee")
+
+
+@triton.jit
 def _score_gradients(
-    p, dp, delta, scores, softmax_scale, softcap, HAS_SOFTCAP: tl.constexpr, MASKED: tl.constexpr
+    p, dp, scores, softmax_scale, softcap, HAS_SOFTCAP: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Gradients of the scaled scores, from P and the gradient of P before dropout."""
-    ds = p * (dp - delta)
+    """Gradients of the scaled scores, from P and what `_probability_gradients` gave."""
+    ds = p * dp
     if HAS_SOFTCAP:
         t = tanh(scores * softmax_scale / softcap)
         ds *= 1.0 - t * t
@@ -237,7 +253,7 @@ def _score_gradients(
 
 _COUNTS = (
     "num_q_heads", "group_size", "num_sequences", "seqlen_q", "seqlen_k", "num_blocks",
-    "num_pads", "window_left", "window_right",
+    "num_pads", "alibi_stride", "window_left", "window_right",
 )  # fmt: skip
 
 
@@ -332,15 +348,14 @@ def _dq_kernel(
                 v, v_strides, batch, first_k + col, kv_head, stop_k,
                 BLOCK_N, HEAD_DIM, BLOCK_D, DESC, not unmasked, False,
             )  # fmt: skip
-            dp = tl.dot(do, v_tile.T, input_precision="ieee")
+            keep = None
             if HAS_DROPOUT:
                 stream = sequence * num_q_heads + head
                 keep = keep_mask(rng_state, stream, rows[:, None], cols[None, :], dropout_p)
-                dp = tl.where(keep, dp / (1.0 - dropout_p), 0.0)
-            ds = _score_gradients(
-                p, dp, row_delta[:, None], scores, softmax_scale, softcap,
-                HAS_SOFTCAP, not unmasked,
-            )  # fmt: skip
+            dp = _probability_gradients(
+                do, v_tile.T, row_delta[:, None], keep, dropout_p, BLOCK_M, BLOCK_N, HAS_DROPOUT
+            )
+            ds = _score_gradients(p, dp, scores, softmax_scale, softcap, HAS_SOFTCAP, not unmasked)
             dq_acc = tl.dot(ds.to(k_tile.dtype), k_tile, dq_acc, input_precision="ieee")
     _store_tile(
         dq, dq_acc * softmax_scale, dq_strides, batch, first + row, head, stop,
@@ -427,6 +442,7 @@ def _dkdv_kernel(
                     dout, dout_strides, batch, first + row, head, stop,
                     BLOCK_M, HEAD_DIM, BLOCK_D, DESC, not unmasked, VARLEN,
                 )  # fmt: skip
+                keep = None
                 kept = p
                 if HAS_DROPOUT:
                     stream = sequence * num_q_heads + head
@@ -434,13 +450,13 @@ def _dkdv_kernel(
                     kept = tl.where(keep, p / (1.0 - dropout_p), 0.0)
                 dv_acc = tl.dot(kept.to(do.dtype), do, dv_acc, input_precision="ieee")
                 row_delta = tl.load(delta + padded + rows)
-                dp = tl.dot(v_tile, do.T, input_precision="ieee")
-                if HAS_DROPOUT:
-                    dp = tl.where(keep, dp / (1.0 - dropout_p), 0.0)
-                ds = _score_gradients(
-                    p, dp, row_delta[None, :], scores, softmax_scale, softcap,
-                    HAS_SOFTCAP, not unmasked,
+                dp = _probability_gradients(
+                    v_tile, do.T, row_delta[None, :], keep, dropout_p, BLOCK_N, BLOCK_M,
+                    HAS_DROPOUT,
                 )  # fmt: skip
+                ds = _score_gradients(
+                    p, dp, scores, softmax_scale, softcap, HAS_SOFTCAP, not unmasked
+                )
                 dk_acc = tl.dot(ds.to(q_tile.dtype), q_tile, dk_acc, input_precision="ieee")
     _store_tile(
         dv, dv_acc, dk_strides, batch, first_k + col, kv_head, stop_k,
@@ -510,29 +526,86 @@ def _plan(
     q, k, v, dout, out, dq, dk = (
         x.unsqueeze(0) if varlen else x for x in (inputs.q, inputs.k, inputs.v, dout, out, dq, dk)
     )
-    seqlen_q, seqlen_k = q.shape[1], k.shape[1]
-    if varlen:
-        num_sequences = inputs.cu_seqlens_q.shape[0] - 1
-        longest_q, longest_k = inputs.max_seqlen_q, inputs.max_seqlen_k
-        num_pads = seqlen_q // dq_tile.block_m + num_sequences
+    longest_q = min(inputs.max_seqlen_q, q.shape[1]) if varlen else q.shape[1]
+    longest_k = min(inputs.max_seqlen_k, k.shape[1]) if varlen else k.shape[1]
+    block_d = _block_d(problem)
+    # Descriptors feed tensor cores, which float32 does not use.
+    use_descriptors = q.element_size() < 4 and runtime.descriptors_fit(q, k, v, dout, out)
+    shared = {
+        **_shared_arguments(problem, inputs, q.shape[1], k.shape[1], dq_tile.block_m),
+        **_strides(q=q, k=k, v=v, dout=dout),
+        "BLOCK_D": block_d,
+        "DESC": use_descriptors,
+    }
+
+    def sources(tile: Tile, stays: bool, rows: int, **tensors: Tensor) -> dict[str, Any]:
+        if not use_descriptors or (stays and tile.stay_shared):
+            return tensors
+        shape = (1, rows, 1, block_d)
+        return {name: runtime.descriptor(x, shape) for name, x in tensors.items()}
+
+    def launch(
+        kernel: Any, tile: Tile, longest: int, block: int, num_heads: int, own: dict[str, Any]
+    ) -> tuple[Any, int, dict[str, Any]]:
+        num_blocks = max(1, triton.cdiv(longest, block))
+        # A varlen grid has one more sequence: the rows after the last one.
+        num_programs = num_blocks * num_heads * (shared["num_sequences"] + varlen)
+        arguments = {
+            **shared,
+            **own,
+            "num_blocks": num_blocks,
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
+            "STAGES": tile.num_stages,
+            "STAY_SHARED": tile.stay_shared,
+            "num_warps": tile.num_warps,
+        }
+        return kernel, num_programs, arguments
+
+    of_dq = {
+        **sources(dq_tile, True, dq_tile.block_m, q=q, dout=dout, out=out),
+        **sources(dq_tile, False, dq_tile.block_n, k=k, v=v),
+        "softmax_lse": softmax_lse,
+        "dlse": None if dlse is None else dlse.contiguous(),
+        "dq": dq,
+        **_strides(out=out, dq=dq),
+        "HAS_DLSE": dlse is not None,
+    }
+    of_dkdv = {
+        **sources(dkdv_tile, False, dkdv_tile.block_m, q=q, dout=dout),
+        **sources(dkdv_tile, True, dkdv_tile.block_n, k=k, v=v),
+        "dk": dk,
+        "dv": dv,
+        **_strides(dk=dk),
+    }
+    num_q_heads, num_kv_heads = problem.num_q_heads, problem.num_kv_heads
+    return [
+        launch(_dq_kernel, dq_tile, longest_q, dq_tile.block_m, num_q_heads, of_dq),
+        launch(_dkdv_kernel, dkdv_tile, longest_k, dkdv_tile.block_n, num_kv_heads, of_dkdv),
+    ]
+
+
+def _shared_arguments(
+    problem: Problem, inputs: AttentionInputs, seqlen_q: int, seqlen_k: int, pad: int
+) -> dict[str, Any]:
+    """What both kernels take of the problem; seqlen: rows of one batch, all tokens if varlen."""
+    if inputs.cu_seqlens_q is None:
+        num_sequences = inputs.q.shape[0]
+        num_pads = num_sequences * triton.cdiv(seqlen_q, pad)
     else:
-        num_sequences, longest_q, longest_k = q.shape[0], seqlen_q, seqlen_k
-        num_pads = num_sequences * triton.cdiv(seqlen_q, dq_tile.block_m)
-    padded = (problem.num_q_heads, num_pads, dq_tile.block_m)
-    lse2, delta = (torch.empty(padded, dtype=torch.float32, device=q.device) for _ in range(2))
+        num_sequences = inputs.cu_seqlens_q.shape[0] - 1
+        num_pads = seqlen_q // pad + num_sequences
+    padded = (problem.num_q_heads, num_pads, pad)
     slopes = inputs.alibi_slopes
     has_left, has_right = problem.window_left >= 0, problem.window_right >= 0
-    block_d = _block_d(problem)
-    use_descriptors = runtime.descriptors_fit(q, k, v, dout, out)
-    shared = {
-        "lse2": lse2,
-        "delta": delta,
+    return {
+        "lse2": torch.empty(padded, dtype=torch.float32, device=inputs.q.device),
+        "delta": torch.empty(padded, dtype=torch.float32, device=inputs.q.device),
         "cu_seqlens_q": inputs.cu_seqlens_q,
         "cu_seqlens_k": inputs.cu_seqlens_k,
         "alibi_slopes": slopes,
-        "rng_state": inputs.rng_state,
-        **_strides(q=q, k=k, v=v, dout=dout),
         "alibi_stride": slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
+        "rng_state": inputs.rng_state,
         "num_q_heads": problem.num_q_heads,
         "group_size": problem.group_size,
         "num_sequences": num_sequences,
@@ -546,10 +619,8 @@ def _plan(
         "softcap": problem.softcap,
         "dropout_p": problem.dropout_p,
         "HEAD_DIM": problem.head_dim,
-        "BLOCK_D": block_d,
-        "PAD": dq_tile.block_m,
-        "DESC": use_descriptors,
-        "VARLEN": varlen,
+        "PAD": pad,
+        "VARLEN": inputs.cu_seqlens_q is not None,
         "HAS_LEFT": has_left,
         "HAS_RIGHT": has_right,
         "HAS_SOFTCAP": problem.softcap > 0,
@@ -557,59 +628,6 @@ def _plan(
         "HAS_DROPOUT": problem.dropout_p > 0,
         "BLOCKS_OUTER": has_right and not has_left,
     }
-
-    def sources(tile: Tile, stays: bool, rows: int, **tensors: Tensor) -> dict[str, Any]:
-        if not use_descriptors or (stays and tile.stay_shared):
-            return tensors
-        shape = (1, rows, 1, block_d)
-        return {name: runtime.descriptor(x, shape) for name, x in tensors.items()}
-
-    def launch(
-        kernel: Any, tile: Tile, num_blocks: int, num_heads: int, own: dict[str, Any]
-    ) -> tuple[Any, int, dict[str, Any]]:
-        arguments = {
-            **shared,
-            **own,
-            "num_blocks": num_blocks,
-            "BLOCK_M": tile.block_m,
-            "BLOCK_N": tile.block_n,
-            "STAGES": tile.num_stages,
-            "STAY_SHARED": tile.stay_shared,
-            "num_warps": tile.num_warps,
-        }
-        # A varlen grid has one more sequence: the rows after the last one.
-        return kernel, num_blocks * num_heads * (num_sequences + varlen), arguments
-
-    return [
-        launch(
-            _dq_kernel,
-            dq_tile,
-            max(1, triton.cdiv(longest_q, dq_tile.block_m)),
-            problem.num_q_heads,
-            {
-                **sources(dq_tile, True, dq_tile.block_m, q=q, dout=dout, out=out),
-                **sources(dq_tile, False, dq_tile.block_n, k=k, v=v),
-                "softmax_lse": softmax_lse,
-                "dlse": None if dlse is None else dlse.contiguous(),
-                "dq": dq,
-                **_strides(out=out, dq=dq),
-                "HAS_DLSE": dlse is not None,
-            },
-        ),
-        launch(
-            _dkdv_kernel,
-            dkdv_tile,
-            max(1, triton.cdiv(longest_k, dkdv_tile.block_n)),
-            problem.num_kv_heads,
-            {
-                **sources(dkdv_tile, False, dkdv_tile.block_m, q=q, dout=dout),
-                **sources(dkdv_tile, True, dkdv_tile.block_n, k=k, v=v),
-                "dk": dk,
-                "dv": dv,
-                **_strides(dk=dk),
-            },
-        ),
-    ]
 
 
 def _block_d(problem: Problem) -> int:
