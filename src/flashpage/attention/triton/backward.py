@@ -246,7 +246,7 @@ def _score_gradients(
     if HAS_SOFTCAP:
         t = tanh(scores * softmax_scale / softcap)
         ds *= 1.0 - t * t
-    if MASKED:  # v of a key that is not there may be NaN, and 0 * NaN is not 0
+    if MASKED:  # v or delta of what is not there may be NaN, and 0 * NaN is not 0
         ds = tl.where(p == 0.0, 0.0, ds)
     return ds
 
@@ -308,7 +308,6 @@ def _dq_kernel(
     row_delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
     if HAS_DLSE:
         row_delta -= tl.load(dlse + place, mask=rows < len_q, other=0.0)
-    row_delta = tl.where(lse == float("inf"), 0.0, row_delta)
     row_lse2 = lse * LOG2E
     padded = rows + _padded_start(sequence, first, head, seqlen_q, num_pads, PAD, VARLEN)
     tl.store(lse2 + padded, row_lse2)
