@@ -3,9 +3,10 @@
     python benchmarks/attention.py
 
 On a GPU: bfloat16, B x S = 16384, heads x head_dim = 2048, TFLOP/s (causal counts half the work),
-every contender replayed as a CUDA graph; the time of Python is a table of its own. Peers are torch's FlashAttention-2 and cuDNN, FlashAttention-3 and 4 where installed. On a CPU: the
-shapes of SmolLM2-135M against torch's `scaled_dot_product_attention`. Ratios are the first peer's
-time over ours: above 1, ours is faster.
+every contender replayed as a CUDA graph; the time of Python is a table of its own. Peers are
+torch's FlashAttention-2 and cuDNN, FlashAttention-3 and 4 where installed. On a CPU: the shapes of
+SmolLM2-135M against torch's `scaled_dot_product_attention`. Ratios are the first peer's time over
+ours: above 1, ours is faster.
 """
 
 from __future__ import annotations
