@@ -2,10 +2,11 @@
 
     python benchmarks/attention.py
 
-On a GPU: bfloat16, B x S = 16384, heads x head_dim = 2048, TFLOP/s (causal counts half the work);
-peers are torch's FlashAttention-2 and cuDNN, FlashAttention-3 and 4 where installed. On a CPU: the
-shapes of SmolLM2-135M against torch's `scaled_dot_product_attention`. Ratios are the first peer's
-time over ours: above 1, ours is faster.
+On a GPU: bfloat16, B x S = 16384, heads x head_dim = 2048, TFLOP/s (causal counts half the work),
+every contender replayed as a CUDA graph; the time of Python is a table of its own. Peers are
+torch's FlashAttention-2 and cuDNN, FlashAttention-3 and 4 where installed. On a CPU: the shapes of
+SmolLM2-135M against torch's `scaled_dot_product_attention`. Ratios are the first peer's time over
+ours: above 1, ours is faster.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from harness import (
     ON_GPU,
     finish,
     geometric_mean,
-    gpu_medians,
+    graph_medians,
+    host_seconds,
     medians,
     print_table,
     randn,
@@ -56,7 +58,7 @@ def gpu_dense(head_dim: int, causal: bool, seqlen: int, others: dict[str, Any]) 
         if works(attention, q, k, v, causal):
             contenders[name] = lambda attention=attention: attention(q, k, v, causal)
     flops = 4 * batch * heads * seqlen**2 * head_dim / (2 if causal else 1)
-    tflops = {name: flops / t / 1e12 for name, t in gpu_medians(contenders).items()}
+    tflops = {name: flops / t / 1e12 for name, t in graph_medians(contenders).items()}
     return {
         "case": f"d {head_dim}, {'causal' if causal else 'full'}, S {seqlen}",
         "head_dim": head_dim,
@@ -75,7 +77,7 @@ def gpu_varlen(head_dim: int, causal: bool) -> dict[str, Any]:
     q, k, v = (randn(sum(lengths), heads, head_dim) for _ in range(3))
     dense = [randn(count, same, heads, head_dim) for _ in range(3)]
     longest = max(lengths)
-    times = gpu_medians(
+    times = graph_medians(
         {
             "varlen": lambda: flash_attn_varlen_func(
                 q, k, v, cu, cu, longest, longest, causal=causal
@@ -93,6 +95,18 @@ def gpu_varlen(head_dim: int, causal: bool) -> dict[str, Any]:
         "tflops": rates,
         "ratio": rates["varlen"] / rates["dense"],
     }
+
+
+def gpu_host(others: dict[str, Any]) -> list[dict[str, Any]]:
+    """What Python costs: small inputs, the GPU is never waited for."""
+    q, k, v = (randn(1, 64, 8, 128) for _ in range(3))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    calls = {
+        "flashpage": lambda: flash_attn_func(q, k, v, causal=True),
+        "flashpage, gradients wanted": lambda: flash_attn_func(*leaves, causal=True),
+        **{name: lambda f=f: f(q, k, v, True) for name, f in others.items()},
+    }
+    return [{"case": name, "us": host_seconds(call) * 1e6} for name, call in calls.items()]
 
 
 def gpu_main() -> None:
@@ -128,7 +142,9 @@ def gpu_main() -> None:
             for r in varlen
         ],
     )
-    finish("attention", info, results + varlen)
+    host = gpu_host(others)
+    print_table(("us until a call returns", "us"), [(r["case"], f"{r['us']:.0f}") for r in host])
+    finish("attention", info, results + varlen + host)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -46,25 +46,46 @@ def gpu_medians(contenders: dict[str, Callable[[], object]], ms: int = 40) -> di
     }
 
 
-def graph_seconds(call: Callable[[], object], replays: int = 50, rounds: int = 7) -> float:
-    """Median seconds of one call when a CUDA graph replays it many times in a row."""
+def graph_medians(
+    contenders: dict[str, Callable[[], object]], calls: int = 20, rounds: int = 11
+) -> dict[str, float]:
+    """Median seconds of each contender's work on the GPU alone: a CUDA graph of `calls` calls in a
+    row is replayed, so that no time of Python is in it."""
+    return {name: _graph_median(call, calls, rounds) for name, call in contenders.items()}
+
+
+def _graph_median(call: Callable[[], object], calls: int, rounds: int) -> float:
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    times = []
     with torch.cuda.stream(stream):
         call()
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
-            call()
-        times = []
-        for round_ in range(rounds + 1):
+            for _ in range(calls):
+                call()
+        for round_ in range(-2, rounds):
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
-            for _ in range(replays):
-                graph.replay()
+            graph.replay()
             stop.record()
             stop.synchronize()
-            if round_ > 0:
-                times.append(start.elapsed_time(stop) / replays / 1e3)
+            if round_ >= 0:
+                times.append(start.elapsed_time(stop) / calls / 1e3)
+    return statistics.median(times)
+
+
+def host_seconds(call: Callable[[], object], calls: int = 200) -> float:
+    """Median of 5: seconds of Python and drivers until a call returns, the GPU not waited for."""
+    times = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls // 5):
+            call()
+        times.append((time.perf_counter() - start) / (calls // 5))
+    torch.cuda.synchronize()
     return statistics.median(times)
 
 

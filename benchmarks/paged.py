@@ -19,8 +19,7 @@ from harness import (
     DEVICE,
     ON_GPU,
     finish,
-    gpu_medians,
-    graph_seconds,
+    graph_medians,
     interleaved_medians,
     print_table,
     randn,
@@ -66,7 +65,7 @@ def decode_call(
 
 def gpu_decode(batch: int, context: int, heads: int, block_size: int) -> dict[str, Any]:
     call, _ = decode_call(batch, context, block_size, (heads, KV_HEADS), DIM, torch.bfloat16)
-    seconds = graph_seconds(call)
+    seconds = graph_medians({"decode": call})["decode"]
     size = 2 * 2 * batch * context * KV_HEADS * DIM
     return {
         "case": f"B {batch}, context {context}, {heads}/{KV_HEADS} heads, pages of {block_size}",
@@ -81,7 +80,7 @@ def gpu_chunk(new: int, keys: int, heads: int, block_size: int) -> dict[str, Any
     q = randn(new, heads, DIM)
     cu_q, cu_k = (torch.tensor([0, n], dtype=torch.int32, device=DEVICE) for n in (new, keys))
     flat = [x[table[0].long()].reshape(1, -1, KV_HEADS, DIM)[:, :keys].contiguous() for x in (k, v)]
-    times = gpu_medians(
+    times = graph_medians(
         {
             "pages": lambda: flash_attn_varlen_func(
                 q, k, v, cu_q, cu_k, new, keys, causal=True, block_table=table

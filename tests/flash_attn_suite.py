@@ -19,6 +19,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 import urllib.request
 from collections import Counter
 from pathlib import Path
@@ -64,13 +65,24 @@ def sampled_marks(function: Any, cases: int, seed: int, part: int, parts: int) -
 class Sampler:
     """Sampling as a plugin of pytest; `part` of `parts` is run here."""
 
-    def __init__(self, cases: int, seed: int, part: int, parts: int) -> None:
-        self.options = cases, seed, part, parts
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options.cases, options.seed, options.part, options.processes
+        self.only = options.only
+        self.deadline = time.monotonic() + options.seconds
         self.counts: Counter[tuple[str, str]] = Counter()
 
     def pytest_pycollect_makeitem(self, collector: Any, name: str, obj: Any) -> None:
         if name.startswith("test_") and callable(obj):
             obj.pytestmark = sampled_marks(obj, *self.options)
+
+    def pytest_collection_modifyitems(self, session: Any, items: list[Any]) -> None:
+        # Mixed, so that a time limit cuts every function alike.
+        items[:] = [item for item in items if self.only in item.name]
+        random.Random(0).shuffle(items)
+
+    def pytest_runtest_setup(self, item: Any) -> None:
+        if time.monotonic() > self.deadline:
+            item.session.shouldstop = "the time is up"
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when == "call" or report.skipped or (report.failed and report.when == "setup"):
@@ -78,15 +90,15 @@ class Sampler:
             self.counts[name, report.outcome] += 1
 
 
-def run_part(file: str, cases: int, seed: int, part: int, parts: int) -> None:
+def run_part(options: argparse.Namespace) -> None:
     import flash_attn
     import pytest
 
     import flashpage
 
     assert flash_attn.flash_attn_func is flashpage.flash_attn_func, flash_attn.__file__
-    sampler = Sampler(cases, seed, part, parts)
-    arguments = ["-q", "-q", "--tb=line", "-p", "no:cacheprovider", file]
+    sampler = Sampler(options)
+    arguments = ["-q", "-q", "--tb=line", "-p", "no:cacheprovider", options.file]
     pytest.main(arguments, plugins=[sampler])
     counts = [[name, outcome, n] for (name, outcome), n in sampler.counts.items()]
     print("\nCOUNTS " + json.dumps(counts), flush=True)
@@ -103,10 +115,12 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=320, help="cases of each test function")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=1e9, help="stop after that time")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.part is not None:
-        run_part(options.file, options.cases, options.seed, options.part, options.processes)
+        run_part(options)
         return
     with tempfile.TemporaryDirectory() as folder:
         # Away from every other file, so that only the shim is called flash_attn.
@@ -127,6 +141,7 @@ def main() -> None:
                     sys.executable, str(Path(__file__).resolve()), "--file", str(file),
                     "--cases", str(options.cases), "--seed", str(options.seed),
                     "--processes", str(options.processes), "--part", str(part),
+                    "--seconds", str(options.seconds), "--only", options.only,
                 ],
                 cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                 text=True,

@@ -12,9 +12,19 @@ MAX_WINDOW = 2**29
 """A wider side is as good as unbounded, and this one can be added to positions in int32."""
 
 
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up. (Triton's own takes microseconds on the host.)"""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n, for n >= 1."""
+    return 1 << (n - 1).bit_length()
+
+
 def padded_head_dim(head_dim: int) -> int:
     """The side of the tiles that hold a head: a power of two, at least 16 for a matrix unit."""
-    return max(16, 1 << (head_dim - 1).bit_length())
+    return max(16, next_power_of_2(head_dim))
 
 
 @cache

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flashpage.attention.triton import runtime
+from flashpage.attention.triton.arguments import cdiv, next_power_of_2
 from flashpage.errors import ArgumentError
 
 _WARPS = 4
@@ -341,9 +342,9 @@ def append_kv(
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     half = rotary_cos.shape[1] if rotary_cos is not None else 0
     page_size = k_cache.shape[1]
-    block_d = triton.next_power_of_2(head_dim)
+    block_d = next_power_of_2(head_dim)
     block_h = _heads_of_program(max(num_q_heads, num_kv_heads), block_d)
-    parts = triton.cdiv(num_q_heads, block_h) + 2 * triton.cdiv(num_kv_heads, block_h)
+    parts = cdiv(num_q_heads, block_h) + 2 * cdiv(num_kv_heads, block_h)
     tensors = (q, k, v, k_cache, v_cache)
     strides = [stride for x in tensors for stride in x.stride()[:3]]
     align = gcd(16, *strides)
@@ -378,8 +379,8 @@ def append_kv(
             ALIGN=align,
             BLOCK_H=block_h,
             BLOCK_D=block_d,
-            BLOCK_HALF=triton.next_power_of_2(max(half, 1)),
-            BLOCK_REST=triton.next_power_of_2(max(head_dim - 2 * half, 1)),
+            BLOCK_HALF=next_power_of_2(max(half, 1)),
+            BLOCK_REST=next_power_of_2(max(head_dim - 2 * half, 1)),
             num_warps=_WARPS,
         )
     return q_rotated
@@ -405,10 +406,10 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
         # Some GPUs know no arithmetic of these types; moving needs none.
         tensors = tuple(x.view(torch.int8) for x in tensors)
     align = gcd(16, *(stride for x in tensors for stride in x.stride()[:-1]))
-    block_d = triton.next_power_of_2(head_dim)
+    block_d = next_power_of_2(head_dim)
     block_h = _heads_of_program(num_heads, block_d)
     with runtime.on_device(k.device):
-        _store_kernel[(k.shape[0] * triton.cdiv(num_heads, block_h),)](
+        _store_kernel[(k.shape[0] * cdiv(num_heads, block_h),)](
             *tensors,
             slot_mapping.contiguous(),
             *(
@@ -429,4 +430,4 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
 
 def _heads_of_program(num_heads: int, block_d: int) -> int:
     """A power of two of heads, as many as keep every thread at one wide load."""
-    return min(triton.next_power_of_2(num_heads), max(1, _PROGRAM_ELEMENTS // block_d))
+    return min(next_power_of_2(num_heads), max(1, _PROGRAM_ELEMENTS // block_d))

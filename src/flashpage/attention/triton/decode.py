@@ -23,7 +23,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from flashpage.attention.dispatch import DecodeInputs
 from flashpage.attention.problem import MAX_NUM_SPLITS, Problem
 from flashpage.attention.triton import runtime
-from flashpage.attention.triton.arguments import padded_head_dim, raw_scores, slopes_stride, window
+from flashpage.attention.triton.arguments import (
+    cdiv,
+    next_power_of_2,
+    padded_head_dim,
+    raw_scores,
+    slopes_stride,
+    window,
+)
 from flashpage.attention.triton.score import LN2, LOG2E, key_range, logits2, visible
 
 # ---------------------------------------------------------------------------------------------
@@ -60,7 +67,7 @@ def choose_tile(capability: int, head_dim: int, element_size: int, num_rows: int
     bytes_per_key = 2 * padded_head_dim(head_dim) * element_size
     # Without matrix units (float32) and with wide heads, more rows do not fit the registers.
     most_rows = 16 if element_size > 2 else 32 if head_dim > 128 else 64
-    block_m = min(most_rows, max(16, triton.next_power_of_2(num_rows)))
+    block_m = min(most_rows, max(16, next_power_of_2(num_rows)))
     # Bytes of keys and values in one block, and blocks on their way: by the shared memory.
     if capability in (80, 90, 100, 103):
         block_bytes, depth, per_multiprocessor = 32768, 2, 2
@@ -415,9 +422,9 @@ def decode(problem: Problem, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
         if 0 <= problem.window_left < num_keys:
             num_keys = min(num_keys, problem.window_left + seqlen_q)
         num_splits = choose_num_splits(
-            batch * problem.num_kv_heads * triton.cdiv(num_rows, tile.block_m),
+            batch * problem.num_kv_heads * cdiv(num_rows, tile.block_m),
             runtime.num_multiprocessors(out.device) * tile.per_multiprocessor,
-            triton.cdiv(num_keys, tile.block_n),
+            cdiv(num_keys, tile.block_n),
         )
     launch(problem, inputs, out, softmax_lse, tile, num_splits)
     return out, softmax_lse
@@ -471,7 +478,7 @@ def _launch_split(
     q, k, v, table = inputs.q, inputs.k_cache, inputs.v_cache, inputs.block_table
     batch, seqlen_q, _, head_dim = q.shape
     capacity = _capacity(inputs)
-    num_tiles = triton.cdiv(problem.group_size * seqlen_q, tile.block_m)
+    num_tiles = cdiv(problem.group_size * seqlen_q, tile.block_m)
     slopes = inputs.alibi_slopes
     raw = raw_scores(problem)
     align = _alignment(q, k, v)
@@ -530,7 +537,7 @@ def _launch_combine(
     block_s = 8 if num_splits <= 8 else 32 if num_splits <= 32 else MAX_NUM_SPLITS
     block_r = 4 if block_s == 8 else 1
     overlap = _overlap(out.device)
-    _combine_kernel[(triton.cdiv(num_rows, block_r),)](
+    _combine_kernel[(cdiv(num_rows, block_r),)](
         partial,
         maxima,
         sums,

@@ -20,6 +20,7 @@ from flashpage.attention.problem import Problem, round128
 from flashpage.attention.triton import runtime
 from flashpage.attention.triton.arguments import (
     as_batch,
+    cdiv,
     padded_head_dim,
     raw_scores,
     slopes_stride,
@@ -447,7 +448,7 @@ def _launch(problem: Problem, x: AttentionInputs, out: Tensor, softmax_lse: Tens
     described = page % tiles.block_n == 0 and runtime.descriptors_fit(k, v)
     q_described = runtime.descriptors_fit(q)
     kv_block = [1, tiles.block_n, 1, block_d]
-    num_tiles_m = max(1, -(-x.max_seqlen_q // tiles.block_m))
+    num_tiles_m = max(1, cdiv(x.max_seqlen_q, tiles.block_m))
     group_heads = problem.group_size
     if problem.window_right >= 0:
         kv_bytes = max(1, 2 * x.max_seqlen_k * block_d * q.element_size())
@@ -506,7 +507,7 @@ def _s_dmask(problem: Problem, x: AttentionInputs) -> Tensor:
     if s_dmask.numel() == 0:
         return s_dmask
     wanted = ("HAS_LEFT", "HAS_RIGHT", "HAS_ALIBI")
-    dropout_sign_kernel[(-(-x.max_seqlen_q // 32) * num_sequences * problem.num_q_heads,)](
+    dropout_sign_kernel[(cdiv(x.max_seqlen_q, 32) * num_sequences * problem.num_q_heads,)](
         q,
         k,
         s_dmask,
