@@ -14,6 +14,7 @@ from flashpage.attention.problem import Problem
 from flashpage.attention.triton import runtime
 from flashpage.attention.triton.arguments import (
     as_batch,
+    cdiv,
     padded_head_dim,
     slopes_stride,
     strides_of,
@@ -163,8 +164,8 @@ def _launch(
         num_blocks_k = seqlen_k // of_dkdv.block_n + num_sequences
     else:
         num_sequences = num_lanes = batch
-        num_blocks_q = -(-seqlen_q // of_dq.block_m)
-        num_blocks_k = -(-seqlen_k // of_dkdv.block_n)
+        num_blocks_q = cdiv(seqlen_q, of_dq.block_m)
+        num_blocks_k = cdiv(seqlen_k, of_dkdv.block_n)
     num_pads = num_lanes * num_blocks_q  # a pad is a block of the dQ kernel
     stats_shape = (2, num_q_heads, num_pads, of_dq.block_m)
     row_stats = torch.empty(stats_shape, dtype=torch.float32, device=q.device)
