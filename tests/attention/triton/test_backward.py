@@ -1,6 +1,7 @@
 """The backward kernels against float64 autograd, in Triton's interpreter or on a GPU.
 
-Out and LSE come from the oracle, rounded as a forward would leave them; fresh memory is NaN.
+Out and LSE come from the oracle, rounded as a forward would leave them, but for the tests through
+the public functions at the end; fresh memory is NaN.
 """
 
 from __future__ import annotations
@@ -11,37 +12,22 @@ import random
 import pytest
 import torch
 
+from flashpage import flash_attn_func, flash_attn_varlen_func
 from flashpage.attention.dispatch import AttentionInputs
 from flashpage.attention.problem import Problem, resolve_window
-from flashpage.attention.triton import runtime
+from kernels import DEVICE, DTYPES, ON_GPU, kernels, poisoned
 from oracles import assert_as_good, dense, max_error, varlen
 
-if runtime.why_no_triton() is not None:
-    pytest.skip(str(runtime.why_no_triton()), allow_module_level=True)
-if not (runtime.interpreting() or torch.cuda.is_available()):
-    pytest.skip("no GPU, and TRITON_INTERPRET is not 1", allow_module_level=True)
+pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
 
-from flashpage.attention.triton import backward as kernels
+from flashpage.attention.triton.backward import backward, backward_tiles
 from flashpage.attention.triton.score import keep_mask
 
-DEVICE = "cpu" if runtime.interpreting() else "cuda"
-# The interpreter's product of bfloat16 matrices is wrong.
-DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
-
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch):
-    """What a kernel does not write is NaN."""
-    empty = torch.empty
-
-    def poisoned(*args, **kwargs):
-        x = empty(*args, **kwargs)
-        return x.fill_(torch.nan) if x.is_floating_point() else x
-
-    monkeypatch.setattr(kernels.torch, "empty", poisoned)
+pytestmark = pytest.mark.usefixtures("poisoned")
+__all__ = ["poisoned"]
 
 
 def rand(*shape, dtype=torch.float32, scale=1.0):
@@ -66,7 +52,7 @@ def oracle(q, k, v, dout, dlse, dtype, cu, **options):
     return out.detach(), lse.detach(), torch.autograd.grad(loss, leaves)
 
 
-def run(q, k, v, dout, dlse, out, lse, cu=None, rng_state=None, longer=0, **options):
+def run(q, k, v, dout, dlse, out, lse, cu=None, rng_state=None, **options):
     """The kernels, asked as the operator asks them."""
     scale = options.get("softmax_scale")
     left, right = resolve_window(options.get("window_size", (-1, -1)), options.get("causal", False))
@@ -86,22 +72,21 @@ def run(q, k, v, dout, dlse, out, lse, cu=None, rng_state=None, longer=0, **opti
         has_alibi=slopes is not None,
     )
     if cu:
-        longest = [max(b - a for a, b in itertools.pairwise(c)) + longer for c in cu]
+        longest = [max(b - a for a, b in itertools.pairwise(c)) for c in cu]
         cu = [torch.tensor(c, dtype=torch.int32, device=q.device) for c in cu]
     else:
         longest, cu = [q.shape[1], k.shape[1]], [None, None]
     inputs = AttentionInputs(q, k, v, *cu, None, slopes, rng_state, *longest)
-    return kernels.backward(problem, inputs, dout, dlse, out, lse)
+    return backward(problem, inputs, dout, dlse, out, lse)
 
 
 def check(q, k, v, dout, dlse=None, cu=None, **options):
     """Gradients of the kernels are as good as the formula in the precision of the inputs."""
-    run_only = {name: options.pop(name) for name in ("rng_state", "longer") if name in options}
     tensors = (q, k, v, dout, dlse)
     out, lse, exact = oracle(*tensors, torch.float64, cu, **options)
     _, _, low = oracle(*tensors, q.dtype, cu, **options)
     out = out.to(q.dtype).contiguous()
-    grads = run(*tensors, out, lse.float().contiguous(), cu, **run_only, **options)
+    grads = run(*tensors, out, lse.float().contiguous(), cu, **options)
     for name, x, grad, e, lo in zip(("dq", "dk", "dv"), (q, k, v), grads, exact, low, strict=True):
         assert grad.shape == x.shape
         assert grad.dtype == x.dtype
@@ -152,10 +137,9 @@ def test_varlen_with_empty_sequences_and_a_tail_of_nan(cu, tail, dtype):
     out, lse = out.to(dtype), lse.float()
     for x, end in ((q, cu[0]), (dout, cu[0]), (out, cu[0]), (k, cu[1]), (v, cu[1])):
         x[end[-1] :] = torch.nan
-    for longer in (0, 300):
-        grads = run(*tensors, out, lse, cu, longer=longer, causal=True)
-        for name, grad, e, lo in zip(("dq", "dk", "dv"), grads, exact, low, strict=True):
-            assert_as_good(grad, e, lo, name)
+    grads = run(*tensors, out, lse, cu, causal=True)
+    for name, grad, e, lo in zip(("dq", "dk", "dv"), grads, exact, low, strict=True):
+        assert_as_good(grad, e, lo, name)
 
 
 def test_all_tokens_are_tail():
@@ -243,7 +227,7 @@ def test_random_problems(seed):
     q, dout = (rand(total_q, hk * group, d) for _ in range(2))
     k, v = (rand(total_k, hk, d) for _ in range(2))
     dlse = rng.choice([None, rand(hk * group, total_q)])
-    check(q, k, v, dout, dlse, cu, longer=rng.choice([0, 50]), **options)
+    check(q, k, v, dout, dlse, cu, **options)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -375,25 +359,23 @@ def test_strides_beyond_32_bits(far):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_repeatable(dtype):
-    size = 40 if DEVICE == "cpu" else 1500
+    size = 1500 if ON_GPU else 40
     q, k, v, dout, dlse = make(1, size, size, 4, 2, dtype=dtype)
     out, lse, _ = oracle(q, k, v, dout, dlse, torch.float64, None)
     out, lse = out.to(dtype).contiguous(), lse.float().contiguous()
     first = run(q, k, v, dout, dlse, out, lse)
-    for _ in range(2 if DEVICE == "cpu" else 20):
+    for _ in range(20 if ON_GPU else 2):
         again = run(q, k, v, dout, dlse, out, lse)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(DEVICE == "cpu", reason="too many programs for the interpreter")
 def test_more_sequences_and_heads_than_a_grid_dimension():
     for b, h in ((70_000, 1), (1, 70_000)):
         check(*make(b, 3, 5, h, d=16, dtype=torch.float16), causal=True)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs tensor cores")
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_every_tile_on_a_gpu(d, options):
@@ -406,6 +388,60 @@ def test_every_tile_on_a_gpu(d, options):
 @pytest.mark.parametrize("capability", [0, 75, 80, 86, 89, 90, 100, 120])
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_tiles_fit_each_other(capability, itemsize):
-    for head_dim in (16, 32, 64, 128, 256):
-        dq, dkdv = kernels.choose_tiles(capability, head_dim, itemsize)
-        assert dq.block_m % dkdv.block_m == 0  # rows are padded by the first
+    for block_d in (16, 32, 64, 128, 256):
+        for causal, dropout in itertools.product((False, True), repeat=2):
+            of_dq, of_dkdv = backward_tiles(capability, block_d, itemsize, causal, dropout)
+            assert of_dq.block_m % of_dkdv.block_m == 0  # rows are padded by the first
+
+
+# ---------------------------------------------------------------------------------------------
+# Through the public functions: forward and backward kernels agree
+# ---------------------------------------------------------------------------------------------
+
+
+def leaves_of(*tensors):
+    return [x.detach().requires_grad_() for x in tensors]
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (20, 5)}], ids=str)
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_autograd_of_out_and_lse(dropout_p, options):
+    q, k, v, dout, dlse = make(2, 40, 70, 4, 2, 24)
+    leaves = leaves_of(q, k, v)
+    with kernels():
+        out, lse, shown = flash_attn_func(*leaves, dropout_p, return_attn_probs=True, **options)
+        loss = (out * dout).sum() + (lse * dlse).sum()
+        grads = torch.autograd.grad(loss, leaves)
+    kept = {}
+    if dropout_p:
+        assert (shown < 0).any()
+        kept = {"dropout_p": dropout_p, "dropout_mask": shown[:, :, :40, :70] >= 0}
+    exact_out, exact_lse, exact = oracle(
+        q, k, v, dout, dlse, torch.float64, None, **kept, **options
+    )
+    assert max_error(out, exact_out) < 1e-5
+    assert max_error(lse, exact_lse) < 1e-5
+    for name, grad, e in zip(("dq", "dk", "dv"), grads, exact, strict=True):
+        assert max_error(grad, e) < 1e-5, name
+
+
+@pytest.mark.parametrize("bounds", [(1, 1), (17, 200), (1000, 1000)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[:2])  # pointers, descriptors
+def test_bounds_of_the_lengths_are_only_a_hint(dtype, bounds):
+    """Too small or too large, with tails: every row is there once."""
+    lengths = [[0, 1, 150, 0, 33, 2, 1, 64], [3, 0, 140, 7, 65, 1, 0, 129]]
+    cu = [list(itertools.accumulate(x, initial=0)) for x in lengths]
+    total_q, total_k = cu[0][-1] + 70, cu[1][-1] + 150
+    q, dout = (rand(total_q, 2, 16, dtype=dtype) for _ in range(2))
+    k, v = (rand(total_k, 1, 16, dtype=dtype) for _ in range(2))
+    leaves = leaves_of(q, k, v)
+    cu_seqlens = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in cu]
+    with kernels():
+        out = flash_attn_varlen_func(*leaves, *cu_seqlens, *bounds, causal=True)
+        grads = torch.autograd.grad(out, leaves, dout)
+    tensors = (q, k, v, dout, None)
+    exact_out, _, exact = oracle(*tensors, torch.float64, cu, causal=True)
+    low_out, _, low = oracle(*tensors, dtype, cu, causal=True)
+    assert_as_good(out, exact_out, low_out)
+    for name, grad, e, lo in zip(("dq", "dk", "dv"), grads, exact, low, strict=True):
+        assert_as_good(grad, e, lo, name)

@@ -14,6 +14,7 @@ from flashpage.attention.problem import Problem
 from flashpage.attention.triton import runtime
 from flashpage.attention.triton.arguments import (
     as_batch,
+    cdiv,
     padded_head_dim,
     slopes_stride,
     strides_of,
@@ -43,7 +44,16 @@ _HOPPER = {  # measured on an H200
     128: (Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
     256: (Tile(128, 32, 8, 2), Tile(64, 64, 8, 2)),
 }
-_HOPPER_DQ_CAUSAL = {64: Tile(64, 64, 4, 3), 128: Tile(128, 64, 8, 3)}
+_HOPPER_CAUSAL = {
+    64: (Tile(64, 64, 4, 3), Tile(32, 128, 4, 3)),
+    128: (Tile(128, 64, 8, 3), Tile(64, 64, 4, 2)),
+    256: _HOPPER[256],
+}
+_HOPPER_DROPOUT = {  # more warps for dK/dV: random numbers take registers, which would spill
+    64: (Tile(64, 64, 4, 3), Tile(32, 128, 8, 3)),
+    128: (Tile(128, 64, 8, 3), Tile(32, 128, 8, 2)),
+    256: (Tile(128, 32, 8, 2), Tile(32, 64, 8, 2)),
+}
 _BLACKWELL = {  # 227 KB of shared memory
     64: (Tile(128, 64, 8, 3), Tile(64, 128, 8, 2)),
     128: (Tile(128, 64, 8, 3), Tile(64, 128, 8, 2)),
@@ -51,7 +61,7 @@ _BLACKWELL = {  # 227 KB of shared memory
 }
 _AMPERE = {  # 164 KB
     64: (Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)),
-    128: (Tile(128, 64, 8, 2), Tile(32, 128, 8, 2)),
+    128: (Tile(128, 32, 8, 2), Tile(32, 64, 8, 2)),
     256: (Tile(64, 32, 8, 2), Tile(32, 64, 8, 2)),
 }
 _SMALL = {  # 64 KB: fits every machine with tensor cores
@@ -68,7 +78,7 @@ _NO_TENSOR_CORES = {  # products from registers: small tiles, many warps
 
 @cache
 def backward_tiles(
-    capability: int, block_d: int, itemsize: int, causal: bool
+    capability: int, block_d: int, itemsize: int, causal: bool, dropout: bool
 ) -> tuple[Tile, Tile]:
     """Tiles of the dQ and of the dK/dV kernel.
 
@@ -77,17 +87,17 @@ def backward_tiles(
         block_d: head_dim, rounded up to a power of two.
         itemsize: bytes of an element.
         causal: the window is bounded on the right.
+        dropout: there is dropout.
 
     block_m of the first is a multiple of the other's: whole tiles of rows are padded by it.
     """
-    block_d = max(64, block_d)
     if itemsize == 4 or 0 < capability < 80:  # exact float32; Triton 3.6 leaves out Turing's
-        return _NO_TENSOR_CORES[block_d]
-    table = {80: _AMPERE, 90: _HOPPER, 100: _BLACKWELL}.get(capability, _SMALL)
-    of_dq, of_dkdv = table[block_d]
-    if capability == 90 and causal:
-        of_dq = _HOPPER_DQ_CAUSAL.get(block_d, of_dq)
-    return of_dq, of_dkdv
+        table = _NO_TENSOR_CORES
+    elif capability == 90:
+        table = _HOPPER_DROPOUT if dropout else _HOPPER_CAUSAL if causal else _HOPPER
+    else:
+        table = {80: _AMPERE, 100: _BLACKWELL}.get(capability, _SMALL)
+    return table[max(64, block_d)]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -114,7 +124,7 @@ def backward(
         out, softmax_lse: of the forward, contiguous. LSE is natural, +inf in rows that see no key.
 
     Rows after `cu_seqlens[-1]`, sequences without queries or keys, and rows that see no key get
-    zeros. `max_seqlen_q` and `max_seqlen_k` only size the grids; the lengths may be longer.
+    zeros. `max_seqlen_q` and `max_seqlen_k` are not used.
     """
     q, k, v = inputs.q, inputs.k, inputs.v
     if q.numel() == 0 or k.numel() == 0:
@@ -142,36 +152,36 @@ def _launch(
     q, k, v, dout, out = map(as_batch, (x.q, x.k, x.v, dout, out))
     batch, seqlen_q, num_q_heads, head_dim = q.shape
     seqlen_k, num_kv_heads = k.shape[1:3]
+    itemsize = q.element_size()
     block_d = padded_head_dim(head_dim)
-    causal = problem.window_right >= 0
     capability = runtime.capability(q.device)
-    of_dq, of_dkdv = backward_tiles(capability, block_d, q.element_size(), causal)
-    pad = of_dq.block_m
+    causal, dropout = problem.window_right >= 0, problem.dropout_p > 0.0
+    of_dq, of_dkdv = backward_tiles(capability, block_d, itemsize, causal, dropout)
     varlen = x.cu_seqlens_q is not None
-    # With lengths, one sequence more than there are: the rows after the last.
-    num_sequences = x.cu_seqlens_q.shape[0] if varlen else batch
-
-    def grid(block: int, seqlen: int, num_heads: int) -> tuple[int, int]:
-        """Blocks and lanes; the blocks of varlen sequences lie end to end."""
-        if varlen:
-            return seqlen // block + num_sequences, num_heads
-        return -(-seqlen // block), batch * num_heads
-
-    num_pads = seqlen_q // pad + num_sequences if varlen else batch * -(-seqlen_q // pad)
-    row_stats = torch.empty(2, num_q_heads, num_pads, pad, dtype=torch.float32, device=q.device)
+    if varlen:  # one sequence more than there are, the rows after the last; all end to end
+        num_sequences, num_lanes = x.cu_seqlens_q.shape[0], 1
+        num_blocks_q = seqlen_q // of_dq.block_m + num_sequences
+        num_blocks_k = seqlen_k // of_dkdv.block_n + num_sequences
+    else:
+        num_sequences = num_lanes = batch
+        num_blocks_q = cdiv(seqlen_q, of_dq.block_m)
+        num_blocks_k = cdiv(seqlen_k, of_dkdv.block_n)
+    num_pads = num_lanes * num_blocks_q  # a pad is a block of the dQ kernel
+    stats_shape = (2, num_q_heads, num_pads, of_dq.block_m)
+    row_stats = torch.empty(stats_shape, dtype=torch.float32, device=q.device)
     # Descriptors feed tensor cores, which float32 does not use.
-    described = q.element_size() < 4 and runtime.descriptors_fit(q, k, v, dout)
-
-    def walked(x: Tensor, rows: int) -> Any:
-        return runtime.descriptor(x, [1, rows, 1, block_d]) if described else x
+    described = itemsize < 4 and runtime.descriptors_fit(q, k, v, dout)
 
     # What a program keeps for its whole loop always comes through pointers: Triton 3.6 then leaves
-    # it in shared memory, where Hopper's tensor cores read it. What came through descriptors of
+    # it in shared memory, where Hopper's tensor cores read it. What comes through descriptors of
     # more than two dimensions it would hold in registers, which larger tiles need.
-    lengths = (x.cu_seqlens_q, x.cu_seqlens_k, x.alibi_slopes, x.rng_state)
-    strides = tuple(map(strides_of, (q, k, v, dout)))
-    stride = slopes_stride(x.alibi_slopes)
+    def walked(tensor: Tensor, rows: int) -> Any:
+        return runtime.descriptor(tensor, [1, rows, 1, block_d]) if described else tensor
+
+    data = (x.cu_seqlens_q, x.cu_seqlens_k, x.alibi_slopes, x.rng_state)
+    strides = (strides_of(q), strides_of(k), strides_of(v), strides_of(dout))
     numbers = (
+        slopes_stride(x.alibi_slopes),
         num_q_heads,
         problem.group_size,
         num_sequences,
@@ -184,10 +194,13 @@ def _launch(
         problem.dropout_p,
         head_dim,
         block_d,
+        of_dq.block_m,
+        described,
+        varlen,
     )
-    options = (pad, described, varlen)
-    num_blocks, num_lanes = grid(of_dq.block_m, seqlen_q, num_q_heads)
-    dq_kernel[(num_blocks * num_lanes,)](
+    options = switches(problem)
+    num_lanes_q, num_lanes_kv = num_lanes * num_q_heads, num_lanes * num_kv_heads
+    dq_kernel[(num_blocks_q * num_lanes_q,)](
         q,
         walked(k, of_dq.block_n),
         walked(v, of_dq.block_n),
@@ -197,22 +210,19 @@ def _launch(
         dlse,
         dq,
         row_stats,
-        *lengths,
+        *data,
         *strides,
         strides_of(out),
-        stride,
-        num_blocks,
-        num_lanes,
+        num_blocks_q,
+        num_lanes_q,
         *numbers,
-        of_dq.block_m,
-        of_dq.block_n,
-        *options,
-        **switches(problem),
+        BLOCK_M=of_dq.block_m,
+        BLOCK_N=of_dq.block_n,
+        **options,
         num_warps=of_dq.num_warps,
         num_stages=of_dq.num_stages,
     )
-    num_blocks, num_lanes = grid(of_dkdv.block_n, seqlen_k, num_kv_heads)
-    dkdv_kernel[(num_blocks * num_lanes,)](
+    dkdv_kernel[(num_blocks_k * num_lanes_kv,)](
         walked(q, of_dkdv.block_m),
         k,
         v,
@@ -220,16 +230,14 @@ def _launch(
         dk,
         dv,
         row_stats,
-        *lengths,
+        *data,
         *strides,
-        stride,
-        num_blocks,
-        num_lanes,
+        num_blocks_k,
+        num_lanes_kv,
         *numbers,
-        of_dkdv.block_m,
-        of_dkdv.block_n,
-        *options,
-        **switches(problem),
+        BLOCK_M=of_dkdv.block_m,
+        BLOCK_N=of_dkdv.block_n,
+        **options,
         num_warps=of_dkdv.num_warps,
         num_stages=of_dkdv.num_stages,
     )

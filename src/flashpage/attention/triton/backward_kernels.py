@@ -8,7 +8,8 @@ row, the LSE in base 2 and `delta = rowsum(dO * O) - dLSE`, in `row_stats`.
 Inside, every tensor has four dimensions: a varlen one is a batch of one entry, in which a
 sequence begins at row `first`, and the rows after the last sequence are a sequence of their own
 that sees nothing. What a program keeps for its whole loop comes through pointers, what it walks
-over through tensor descriptors where the machine has them (DESC).
+over through tensor descriptors where the machine has them (DESC). Loops do without hoisting
+(disable_licm): what LLVM would move out of them takes registers that the tiles need, and spills.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def _stats_start(
         pad = first // PAD + sequence
     else:
         pad = entry * tl.cdiv(seqlen_q, PAD)
-    return (head.to(tl.int64) * num_pads + pad) * PAD
+    return (head * num_pads + pad).to(tl.int64) * PAD
 
 
 @triton.jit
@@ -215,11 +216,11 @@ _COUNTS = (
 def dq_kernel(
     q, k, v, dout, out, softmax_lse, dlse, dq, row_stats,
     cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state,
-    q_strides, k_strides, v_strides, dout_strides, out_strides, slopes_stride,
-    num_blocks, num_lanes, num_q_heads, group_size, num_sequences, seqlen_q, seqlen_k, num_pads,
-    window_left, window_right, softmax_scale, softcap, dropout_p,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PAD: tl.constexpr, DESC: tl.constexpr, VARLEN: tl.constexpr,
+    q_strides, k_strides, v_strides, dout_strides, out_strides,
+    num_blocks, num_lanes, slopes_stride, num_q_heads, group_size, num_sequences, seqlen_q,
+    seqlen_k, num_pads, window_left, window_right, softmax_scale, softcap, dropout_p,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAD: tl.constexpr, DESC: tl.constexpr,
+    VARLEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_ALIBI: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
@@ -262,11 +263,9 @@ def dq_kernel(
     row_delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
     if dlse is not None:
         row_delta -= tl.load(dlse + place, mask=rows < len_q, other=0.0)
-    stats = row_stats + _stats_start(
-        entry, sequence, head, first, seqlen_q, num_pads, PAD, VARLEN
-    )  # fmt: skip
+    stats = row_stats + _stats_start(entry, sequence, head, first, seqlen_q, num_pads, PAD, VARLEN)
     tl.store(stats + rows, row_lse2)
-    tl.store(stats + num_q_heads.to(tl.int64) * num_pads * PAD + rows, row_delta)
+    tl.store(stats + (num_q_heads * num_pads).to(tl.int64) * PAD + rows, row_delta)
 
     q_tile = _load_tile(
         q, q_strides, entry, first + row, head, stop,
@@ -283,7 +282,7 @@ def dq_kernel(
     # First the keys on both sides of the full blocks, which need a mask, then those blocks.
     for unmasked in tl.static_range(2):
         begin, end = (full_lo, full_hi) if unmasked else (lo, hi - (full_hi - full_lo))
-        for step in tl.range(begin, end, BLOCK_N):
+        for step in tl.range(begin, end, BLOCK_N, disable_licm=True):
             col = step
             if not unmasked:
                 col = tl.where(step < full_lo, step, step + (full_hi - full_lo))
@@ -311,7 +310,7 @@ def dq_kernel(
             )
             ds = _score_gradients(p, dp, scores, softmax_scale, softcap, HAS_SOFTCAP, not unmasked)
             dq_acc = tl.dot(ds.to(k_tile.dtype), k_tile, dq_acc, input_precision="ieee")
-    # Not by out_strides: Triton would keep the offsets of `out` for it, in registers.
+    # Not by out_strides: the offsets of `out` would then stay in registers until here.
     own_strides = _contiguous(seqlen_q, num_q_heads, HEAD_DIM)
     _store_tile(
         dq, dq_acc * softmax_scale, own_strides, entry, first + row, head, stop,
@@ -328,11 +327,11 @@ def dq_kernel(
 def dkdv_kernel(
     q, k, v, dout, dk, dv, row_stats,
     cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state,
-    q_strides, k_strides, v_strides, dout_strides, slopes_stride,
-    num_blocks, num_lanes, num_q_heads, group_size, num_sequences, seqlen_q, seqlen_k, num_pads,
-    window_left, window_right, softmax_scale, softcap, dropout_p,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PAD: tl.constexpr, DESC: tl.constexpr, VARLEN: tl.constexpr,
+    q_strides, k_strides, v_strides, dout_strides,
+    num_blocks, num_lanes, slopes_stride, num_q_heads, group_size, num_sequences, seqlen_q,
+    seqlen_k, num_pads, window_left, window_right, softmax_scale, softcap, dropout_p,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAD: tl.constexpr, DESC: tl.constexpr,
+    VARLEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_ALIBI: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
@@ -370,8 +369,8 @@ def dkdv_kernel(
         col, tl.minimum(col + BLOCK_N, len_k), len_q, len_k, window_left, window_right,
         BLOCK_M, HAS_LEFT, HAS_RIGHT,
     )  # fmt: skip
-    delta_apart = num_q_heads.to(tl.int64) * num_pads * PAD
-    for member in range(group_size):
+    delta_apart = (num_q_heads * num_pads).to(tl.int64) * PAD
+    for member in tl.range(group_size, disable_licm=True):
         head = kv_head * group_size + member
         stats = row_stats + _stats_start(
             entry, sequence, head, first, seqlen_q, num_pads, PAD, VARLEN
@@ -384,7 +383,7 @@ def dkdv_kernel(
         # First the rows on both sides of the full blocks, which need a mask, then those blocks.
         for unmasked in tl.static_range(2):
             begin, end = (full_lo, full_hi) if unmasked else (lo, hi - (full_hi - full_lo))
-            for step in tl.range(begin, end, BLOCK_M):
+            for step in tl.range(begin, end, BLOCK_M, disable_licm=True):
                 row = step
                 if not unmasked:
                     row = tl.where(step < full_lo, step, step + (full_hi - full_lo))
