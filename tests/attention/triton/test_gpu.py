@@ -57,7 +57,8 @@ def problems(draw) -> dict[str, Any]:
         "lengths": draw(
             st.lists(st.tuples(st.integers(0, 400), st.integers(0, 400)), min_size=1, max_size=4)
         ),
-        "heads": (group * hk, hk, draw(st.integers(1, 256))),
+        # Not every head_dim: each compiles kernels of its own.
+        "heads": (group * hk, hk, draw(st.sampled_from([1, 24, 64, 80, 111, 128, 192, 256]))),
         "dtype": draw(st.sampled_from([torch.float16, torch.bfloat16, torch.float32])),
         "alibi": draw(st.sampled_from([0, 0, 1, 2])),
         "options": options,
@@ -176,7 +177,7 @@ def test_more_than_65535_sequences():
     assert torch.equal(out.flatten(0, 1), flat_out)
     flat_grads = torch.autograd.grad(flat_out.sum(), flat)
     for a, b in zip(grads, flat_grads, strict=True):
-        assert torch.equal(a.flatten(0, 1), b)
+        assert max_error(a.flatten(0, 1), b) < 3e-2
     for part in (slice(0, 50), slice(n - 50, n)):
         exact, _ = dense(*(x[part].detach().double() for x in inputs), causal=True)
         assert max_error(out[part], exact) < 3e-2

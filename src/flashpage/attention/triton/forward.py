@@ -146,7 +146,9 @@ def _forward_tile(
         )
     slope = 0.0
     if HAS_ALIBI:
-        slope = tl.load(slopes_ptr + sequence.to(tl.int64) * stride_slopes + head)
+        # The rows after the last sequence have no slopes.
+        slopes_row = slopes_ptr + sequence.to(tl.int64) * stride_slopes
+        slope = tl.load(slopes_row + head, mask=len_k > 0, other=0.0)
     kv_head = head // group_size
     sequence_head = sequence * num_q_heads + head
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -301,7 +303,7 @@ def forward_kernel(
             table_row += sequence.to(tl.int64) * stride_table
         entry = sequence * 0
         # max_seqlen_q only sizes the grid: a longer sequence takes more than one round.
-        for row_lo in tl.range(tile * BLOCK_M, len_q, num_tiles_m * BLOCK_M):
+        for row_lo in tl.range(tile * BLOCK_M, len_q, num_tiles_m * BLOCK_M, disable_licm=True):
             _forward_tile(
                 q, k, v, out_ptr, lse_ptr, row_lo, sequence, head, first_q, len_q, first_k, len_k,
                 table_row, slopes_ptr, rng_state_ptr, num_pages, q_strides,

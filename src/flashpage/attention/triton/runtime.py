@@ -68,8 +68,11 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def descriptors_fit(*tensors: Tensor) -> bool:
-    """The accelerator can address these tensors: 16-byte alignment, no expanded dimension."""
-    if not INTERPRETING and capability(tensors[0].device) < 90:
+    """The accelerator can address these tensors: 16-byte alignment, no expanded dimension.
+
+    Used on Hopper and Blackwell of the data centre, whose matrix units read what it fetched.
+    """
+    if not INTERPRETING and not 90 <= capability(tensors[0].device) < 120:
         return False
     return all(_descriptor_fits(x) for x in tensors)
 
