@@ -53,15 +53,15 @@ def forward_tiles(capability: int, block_d: int, itemsize: int, block_size: int)
     # A stage goes to the page id that a load waits for, so that half of them hold keys.
     if block_size % tiles.block_n:
         # Gathered rows need more registers for their addresses: more warps share them.
-        tiles = replace(tiles, num_warps=max(tiles.num_warps, 8 if block_d >= 64 else 4))
-        if tiles.num_warps == 8 and itemsize == 2 and capability >= 80:
-            tiles = replace(tiles, block_m=128)
+        if itemsize == 2 and block_d >= 64 and capability >= 80:
+            tiles = replace(tiles, block_m=128, num_warps=8)
     return replace(tiles, num_stages=2 * tiles.num_stages - 1)
 
 
 def _tiles(capability: int, block_d: int, itemsize: int) -> Tiles:
-    if itemsize == 4:  # exact float32 products, on the ordinary units
-        return Tiles(64, 32, 4, 2) if block_d <= 64 else Tiles(32, 32, 4, 1)
+    if itemsize == 4 or 0 < capability < 80:
+        # Products on the ordinary units: exact in float32; Triton 3.6 knows no others for Turing.
+        return Tiles(32, 32, 8, 1) if block_d <= 64 else Tiles(16, 32, 8, 1)
     if capability == 90:
         if block_d <= 64:
             return Tiles(128, 64, 4, 3)

@@ -70,8 +70,11 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
 def descriptors_fit(*tensors: Tensor) -> bool:
     """The accelerator can address these tensors: 16-byte alignment, no expanded dimension.
 
-    Used on Hopper and Blackwell of the data centre, whose matrix units read what it fetched.
+    Used on Hopper and Blackwell of the data centre, whose matrix units read what it fetched; not
+    for float32, whose products are not theirs.
     """
+    if tensors[0].element_size() != 2:
+        return False
     if not INTERPRETING and not 90 <= capability(tensors[0].device) < 120:
         return False
     return all(_descriptor_fits(x) for x in tensors)
