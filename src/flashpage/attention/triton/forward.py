@@ -50,11 +50,10 @@ def forward_tiles(capability: int, block_d: int, itemsize: int, block_size: int)
     tiles = _tiles(capability, block_d, itemsize)
     if block_size == 0:
         return tiles
-    # A stage goes to the page id that a load waits for, so that half of them hold keys.
-    if block_size % tiles.block_n:
+    if block_size % tiles.block_n and itemsize == 2 and block_d >= 64 and capability >= 80:
         # Gathered rows need more registers for their addresses: more warps share them.
-        if itemsize == 2 and block_d >= 64 and capability >= 80:
-            tiles = replace(tiles, block_m=128, num_warps=8)
+        tiles = replace(tiles, block_m=128, num_warps=8)
+    # A stage goes to the page id that a load waits for, so that half of them hold keys.
     return replace(tiles, num_stages=2 * tiles.num_stages - 1)
 
 
