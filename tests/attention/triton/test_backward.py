@@ -91,7 +91,9 @@ def check(q, k, v, dout, dlse=None, cu=None, **options):
         assert grad.shape == x.shape
         assert grad.dtype == x.dtype
         assert grad.is_contiguous()
-        assert_as_good(grad, e, lo, name)
+        # A few values can be lucky in the formula: one rounding of the largest is allowed besides.
+        rounding = torch.finfo(q.dtype).eps * float(e.abs().amax()) if e.numel() else 0.0
+        assert_as_good(grad, e, lo, name, atol=1e-5 + rounding)
     return grads
 
 

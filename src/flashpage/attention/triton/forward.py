@@ -40,6 +40,9 @@ class Tiles:
     block_n: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
+    """of a thread, where that lets more programs share a multiprocessor without spilling; not for
+    scores that take more than a scale"""
 
 
 @cache
@@ -52,7 +55,7 @@ def forward_tiles(capability: int, block_d: int, itemsize: int, block_size: int)
         return tiles
     if block_size % tiles.block_n and itemsize == 2 and block_d >= 64 and capability >= 80:
         # Gathered rows need more registers for their addresses: more warps share them.
-        tiles = replace(tiles, block_m=128, num_warps=8)
+        tiles = replace(tiles, block_m=128, num_warps=8, max_registers=None)
     # A stage goes to the page id that a load waits for, so that half of them hold keys.
     return replace(tiles, num_stages=2 * tiles.num_stages - 1)
 
@@ -63,7 +66,7 @@ def _tiles(capability: int, block_d: int, itemsize: int) -> Tiles:
         return Tiles(32, 32, 8, 1) if block_d <= 64 else Tiles(16, 32, 8, 1)
     if capability == 90:
         if block_d <= 64:
-            return Tiles(128, 64, 4, 3)
+            return Tiles(64, 64, 4, 3, max_registers=128)
         return Tiles(64, 64, 4, 3) if block_d <= 128 else Tiles(128, 32, 8, 3)
     if capability in (80, 87, 100, 103):  # 164 KB of shared memory and more
         if block_d <= 64:
@@ -454,6 +457,10 @@ def _launch(problem: Problem, x: AttentionInputs, out: Tensor, softmax_lse: Tens
     if problem.window_right >= 0:
         kv_bytes = max(1, 2 * x.max_seqlen_k * block_d * q.element_size())
         group_heads *= max(1, L2_BYTES // kv_bytes)
+    raw = raw_scores(problem)
+    limits = {}
+    if tiles.max_registers and raw and problem.dropout_p == 0.0:
+        limits["maxnreg"] = tiles.max_registers
     forward_kernel[(num_tiles_m * num_sequences * problem.num_q_heads,)](
         runtime.descriptor(q, [1, tiles.block_m, 1, block_d]) if q_described else q,
         runtime.descriptor(k, kv_block) if described else k,
@@ -490,10 +497,11 @@ def _launch(problem: Problem, x: AttentionInputs, out: Tensor, softmax_lse: Tens
         PAGE=page,
         DESCRIPTOR=described,
         Q_DESCRIPTOR=q_described,
-        RAW=raw_scores(problem),
+        RAW=raw,
         **switches(problem),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        **limits,
     )
 
 
