@@ -4,7 +4,7 @@
     python tests/flash_attn_suite.py --file test_flash_attn.py --cases 4000 --seed 7
 
 The file is not part of this project. Every test function of it is sampled; a function with few
-cases gives all of them. Processes share the GPU, each running its own part of the sample. Prints
+cases gives all of them. Processes share the GPUs, each running its own part of the sample. Prints
 what failed, and one JSON line with the counts.
 """
 
@@ -130,11 +130,14 @@ def main() -> None:
         else:
             with urllib.request.urlopen(URL) as response:
                 file.write_bytes(response.read())
+        import torch
+
         from flashpage.compat.flash_attn import search_path
 
         environment = dict(os.environ)
         paths = [search_path(), *filter(None, [environment.get("PYTHONPATH")])]
         environment["PYTHONPATH"] = os.pathsep.join(paths)
+        gpus = torch.cuda.device_count()
         processes = [
             subprocess.Popen(
                 [
@@ -143,7 +146,8 @@ def main() -> None:
                     "--processes", str(options.processes), "--part", str(part),
                     "--seconds", str(options.seconds), "--only", options.only,
                 ],
-                cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                cwd=folder, env=environment | {"CUDA_VISIBLE_DEVICES": str(part % max(gpus, 1))},
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                 text=True,
             )
             for part in range(options.processes)
