@@ -2,7 +2,7 @@
 
     python benchmarks/start.py
 
-Each first call is in a process of its own with empty caches of compiled kernels, so that it pays for
+Each first call is in a process of its own with empty caches of compiled kernels, so it pays for
 all of its compiling. On a GPU bfloat16 with causal mask, head_dim 128, forward and backward; on
 a CPU float32.
 """
