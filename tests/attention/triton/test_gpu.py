@@ -404,6 +404,19 @@ def test_lengths_make_no_new_kernels():
     assert compiled() == before
 
 
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_append_and_attention_are_two_launches_and_a_combine(num_splits):
+    function, args, options = calls()["kvcache"]
+    function(*args, **options, num_splits=num_splits)
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        function(*args, **options, num_splits=num_splits)
+        torch.cuda.synchronize()
+    names = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(names) == (2 if num_splits == 1 else 3), names
+
+
 def test_the_engine_knows_the_backend():
     report = flashpage.backends("cuda", torch.bfloat16, layout="paged")
     assert report.serving("forward") == "triton"
