@@ -248,7 +248,9 @@ def every() -> Iterator[Case]:
                 for mask, options in (("full", {}), ("causal", CAUSAL)):
                     dense = partial(compile_forward, "dense", dtype, d, **options)
                     varlen = partial(compile_backward, "varlen", dtype, d, **options)
-                    cases += [(f"forward {mask}", dense), (f"backward {mask}", varlen)]
+                    cases.append((f"forward {mask}", dense))
+                    if not (capability == 75 and dtype == FP32 and d > 128):  # not served
+                        cases.append((f"backward {mask}", varlen))
                 for page in (0, 16, 256):
                     for seqlen_q in (1, 40):
                         call = partial(compile_decode, dtype, d, page, seqlen_q, **CAUSAL)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from flashpage import flash_attn_func, flash_attn_varlen_func
+from flashpage.attention import dispatch
 from flashpage.attention.triton import runtime
 from kernels import BACKEND, DEVICE, DTYPES, kernels, poisoned
 from oracles import assert_as_good, dense, max_error, varlen
@@ -231,9 +232,22 @@ def test_pointers_serve_what_descriptors_cannot():
 
 
 def test_the_backend_says_what_it_does_not_serve():
-    from flashpage.attention import dispatch
-
     report = str(dispatch.backends("cpu", torch.float32))
     assert "triton" in report
     assert BACKEND in ("triton", "triton_interpreter")
     assert "serves tensors on a GPU, not on cpu" in report
+
+
+def test_old_gpus_are_told_what_they_lack():
+    from flashpage.attention.triton.backend import TritonBackend
+
+    def reason(capability, dtype, head_dim=64, function="forward"):
+        problem = dispatch.backends("cuda", dtype, head_dim=head_dim).problem
+        return TritonBackend()._why_not_capability(capability, problem, function)
+
+    assert "7.5 or newer" in reason(70, torch.float16)
+    assert "use float16" in reason(75, torch.bfloat16)
+    assert "shared memory" in reason(75, torch.float32, 256, "backward")
+    assert reason(75, torch.float16, 256, "backward") is None
+    assert reason(80, torch.bfloat16) is None
+    assert reason(0, torch.bfloat16) is None  # AMD

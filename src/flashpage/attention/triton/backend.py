@@ -26,10 +26,18 @@ class TritonBackend:
             return "torch sees no GPU on this machine"
         if reason := runtime.why_no_triton():
             return reason
-        if 0 < runtime.capability(problem.device) < 75:
+        return self._why_not_capability(runtime.capability(problem.device), problem, function)
+
+    def _why_not_capability(
+        self, capability: int, problem: Problem, function: Function
+    ) -> str | None:
+        if 0 < capability < 75:
             return "needs compute capability 7.5 or newer"
-        if runtime.capability(problem.device) == 75 and problem.dtype == torch.bfloat16:
+        if capability == 75 and problem.dtype == torch.bfloat16:
             return "bfloat16 needs compute capability 8.0 or newer: use float16"
+        wide = problem.head_dim > 128 and problem.dtype == torch.float32
+        if capability == 75 and wide and function == "backward":
+            return "its tiles do not fit the shared memory of compute capability 7.5"
         return None
 
     def forward(
