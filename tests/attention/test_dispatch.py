@@ -41,6 +41,9 @@ def test_bad_questions():
     for device in ("foo", "", "cuda:-1", None, 2**70):
         with pytest.raises(ArgumentError, match="device must be a torch device"):
             flashpage.backends(device)
+    with pytest.raises(ArgumentError, match="dtype must be a torch dtype or its name, got 'bf17'"):
+        flashpage.backends(dtype="bf17")
+    assert flashpage.backends(dtype="bfloat16").problem.dtype == torch.bfloat16
     with pytest.raises(ArgumentError, match="names must be among"), dispatch.only("cpu_fast"):
         pass
 

@@ -19,6 +19,7 @@ from flashpage import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
+from flashpage.errors import ArgumentError, UnsupportedError
 from oracles import assert_as_good, dense, max_error, varlen
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -501,3 +502,20 @@ def test_every_public_name_exists():
     assert set(flashpage._HOME_OF) | {"__version__"} == set(flashpage.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = flashpage.nothing
+
+
+def test_forward_mode_derivatives_are_refused():
+    q, tangent = torch.randn(1, 3, 2, 8), torch.randn(1, 3, 2, 8)
+    with pytest.raises(UnsupportedError, match="forward-mode.*q has a tangent"):
+        torch.func.jvp(lambda x: flashpage.flash_attn_func(x, x, x), (q,), (tangent,))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, tangent)
+        with pytest.raises(UnsupportedError, match="forward-mode.*v has a tangent"):
+            flashpage.flash_attn_func(q, q, dual)
+        assert flashpage.flash_attn_func(q, q, q).shape == q.shape
+
+
+def test_dropout_that_is_one_in_float32_is_refused():
+    q = torch.randn(1, 3, 2, 8)
+    with pytest.raises(ArgumentError, match="dropout_p must be in"):
+        flashpage.flash_attn_func(q, q, q, dropout_p=1.0 - 2.0**-26)

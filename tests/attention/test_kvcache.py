@@ -555,3 +555,14 @@ def test_a_written_cache_must_not_be_expanded():
     with pytest.raises(ArgumentError, match="k_cache is written in place and must not be expanded"):
         flash_attn_with_kvcache(q, cache, cache, q, q, cache_seqlens=0)
     flash_attn_with_kvcache(q, cache, cache)  # reading is fine
+
+
+@BACKENDS
+def test_a_call_that_raises_writes_nothing(backend):
+    q, new, cache = torch.randn(2, 1, 2, 8), torch.randn(2, 1, 2, 8), torch.zeros(2, 4, 2, 8)
+    lengths, pad = (torch.tensor(x, dtype=torch.int32) for x in ([1, 1], [-1, 0]))
+    with dispatch.only(backend), pytest.raises(ArgumentError, match="cache_leftpad must not be"):
+        flash_attn_with_kvcache(
+            q, cache, cache.clone(), new, new, cache_seqlens=lengths, cache_leftpad=pad
+        )
+    assert not cache.any()

@@ -87,7 +87,7 @@ def test_opcheck_append_kv(rotary):
     table = torch.tensor([[3, 0], [1, 4]], dtype=torch.int32)
     lengths = torch.tensor([3, 0], dtype=torch.int32)
     cos_sin = (torch.rand(4, 4), torch.rand(4, 4)) if rotary else (None, None)
-    args = (q, k, v, pages, pages.clone(), lengths, *cos_sin, table, None, True, True)
+    args = (q, k, v, pages, pages.clone(), lengths, *cos_sin, table, None, None, True, True)
     opcheck(torch.ops.flashpage.append_kv, args)
 
 

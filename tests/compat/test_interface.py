@@ -242,6 +242,20 @@ def test_errors(interface: ModuleType):
         )
 
 
+def test_keys_beyond_max_seqlen_k_are_refused(interface: ModuleType):
+    """The table of keys is as wide as max_seqlen_k says."""
+    q, k = torch.randn(4, 2, 8), torch.randn(12, 2, 8)
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 2, 4], [0, 6, 12]))
+    used = torch.tensor([6, 6], dtype=torch.int32)
+    with pytest.raises(ArgumentError, match="max_seqlen_k must be at least.*max_seqlen_k = 3"):
+        interface._flash_attn_varlen_forward(q, k, k, cu_q, cu_k, 2, 3, **options(), seqused_k=used)
+    full = interface._flash_attn_varlen_forward(q, k, k, cu_q, cu_k, 2, 6, **options())
+    same = interface._flash_attn_varlen_forward(
+        q, k, k, cu_q, cu_k, 2, 2**31 - 1, **options(), seqused_k=used
+    )
+    torch.testing.assert_close(same[0], full[0])
+
+
 def test_the_compiled_module_says_that_it_is_not_here(interface: ModuleType):
     with pytest.raises(UnsupportedError, match="flash_attn_gpu.varlen_fwd is a function of"):
         interface.flash_attn_gpu.varlen_fwd()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import subprocess
+import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -396,6 +398,40 @@ def test_padding_between_tokens(seqlen_q: int, window: int | None):
         q, k, v, attn_mask=visible & mask[:, None, None], enable_gqa=True
     )
     torch.testing.assert_close(out, expected.transpose(1, 2))
+
+
+@pytest.mark.parametrize("window", [2, 7])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_windows_of_encoders_over_padding(side: str, window: int):
+    """Distances are those of the tokens, wherever the padding is."""
+    q, k, v = heads_first(8, 8)
+    mask = torch.ones(q.shape[0], 8, dtype=torch.bool)
+    mask[0, slice(0, 3) if side == "left" else slice(5, 8)] = False
+    module = SimpleNamespace(is_causal=False)
+    out, _ = Attention()(module, q, k, v, mask, scaling=0.3, sliding_window=window)
+    row, column = torch.arange(8)[:, None], torch.arange(8)
+    visible = (column > row - window) & (column < row + window)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=visible & mask[:, None, None], scale=0.3, enable_gqa=True
+    ).transpose(1, 2)
+    torch.testing.assert_close(out[mask], expected[mask])
+
+
+@pytest.mark.parametrize("name", ["Bloom", "XGLM", "Mpt", "GPTNeo", "Falcon"])
+def test_models_with_attention_of_their_own_are_refused(name: str):
+    """They would leave out the causal mask, which they leave to the implementation."""
+    config = getattr(transformers, f"{name}Config")()
+    for key in ("n_layer", "num_layers", "num_hidden_layers", "n_layers"):
+        if hasattr(config, key):
+            setattr(config, key, 1)
+    with pytest.raises(UnsupportedError, match=f"{name}ForCausalLM has attention code of its own"):
+        transformers.AutoModelForCausalLM.from_config(config, attn_implementation="flashpage")
+
+
+def test_an_old_transformers_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.0.0")
+    with pytest.raises(UnsupportedError, match="needs transformers 5.4 or newer, found 5.0.0"):
+        register()
 
 
 def test_a_row_of_padding_only():

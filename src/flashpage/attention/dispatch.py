@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Protocol, get_args
 
 import torch
@@ -154,7 +154,7 @@ def only(*names: str) -> Iterator[None]:
         _allowed.reset(token)
 
 
-@cache
+@lru_cache(maxsize=4096)
 def _choose(problem: Problem, function: Function, allowed: tuple[str, ...]) -> Backend:
     reasons = []
     for name in allowed:
@@ -222,7 +222,7 @@ class BackendReport:
 
 def backends(
     device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | str = torch.float32,
     *,
     layout: Layout = "dense",
     num_q_heads: int = 8,
@@ -246,8 +246,8 @@ def backends(
         a `BackendReport`; `print` it, or ask `report.serving("forward")`.
 
     Raises:
-        ArgumentError: an unknown layout or device, or heads, softcap or dropout that the call
-            itself would refuse.
+        ArgumentError: an unknown layout, device or dtype, or heads, softcap or dropout that the
+            call itself would refuse.
     """
     if layout not in get_args(Layout):
         raise ArgumentError(f"layout must be one of {get_args(Layout)}, got {layout!r}")
@@ -257,6 +257,10 @@ def backends(
         raise ArgumentError(
             f"device must be a torch device such as 'cpu' or 'cuda:0', got {device!r}"
         ) from error
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype, dtype)
+    if not isinstance(dtype, torch.dtype):
+        raise ArgumentError(f"dtype must be a torch dtype or its name, got {dtype!r}")
     check_heads(num_q_heads, num_kv_heads, head_dim)
     resolve_softcap_and_dropout(softcap, dropout_p)
     left, right = resolve_window(window_size, causal)

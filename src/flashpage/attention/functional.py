@@ -37,10 +37,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from flashpage.attention import ops  # noqa: F401 - defines torch.ops.flashpage
 from flashpage.attention import problem as rules
-from flashpage.errors import ArgumentError
+from flashpage.errors import ArgumentError, UnsupportedError
 
 Result = Tensor | tuple[Tensor, Tensor, Tensor]
 
@@ -422,6 +423,7 @@ def flash_attn_with_kvcache(
             rotary_sin,
             block_table,
             cache_batch_idx,
+            cache_leftpad,
             rules.as_bool("rotary_interleaved", rotary_interleaved),
             left >= 0 or right >= 0,
         )
@@ -456,6 +458,14 @@ def _last_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def _refuse_tangents(**tensors: Tensor) -> None:
+    for name, x in tensors.items():
+        if forward_ad.unpack_dual(x).tangent is not None:
+            raise UnsupportedError(
+                f"flash attention has no forward-mode derivative: {name} has a tangent"
+            )
+
+
 def _unpack(name: str, packed: Tensor, parts: int, batch_dims: int) -> tuple[Tensor, ...]:
     """Views of a packed tensor; their gradients come back as one packed tensor."""
     lead = "batch, seqlen" if batch_dims == 2 else "total"
@@ -484,6 +494,8 @@ def _attention(
     deterministic: bool,
     return_attn_probs: bool,
 ) -> Result:
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(q=q, k=k, v=v)
     softcap, dropout_p = rules.resolve_softcap_and_dropout(softcap, dropout_p)
     scale = rules.resolve_scale(softmax_scale, q.shape[-1])
     left, right = rules.resolve_window(window_size, causal)

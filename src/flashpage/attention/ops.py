@@ -51,7 +51,8 @@ torch.library.define(
     "flashpage::append_kv",
     "(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, "
     "Tensor cache_seqlens, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? block_table, "
-    "Tensor? cache_batch_idx, bool rotary_interleaved, bool rotate_q_by_row) -> Tensor q_rotated",
+    "Tensor? cache_batch_idx, Tensor? cache_leftpad, bool rotary_interleaved, "
+    "bool rotate_q_by_row) -> Tensor q_rotated",
 )
 torch.library.define(
     "flashpage::store_kv",
@@ -344,10 +345,14 @@ def _append_kv_cpu(*args: Any) -> Tensor:
 
 
 @torch.library.impl("flashpage::append_kv", "cuda")
-def _append_kv_cuda(*args: Any) -> Tensor:
+def _append_kv_cuda(
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *args: Any
+) -> Tensor:
     from flashpage.attention.triton.cache import append_kv
 
-    return append_kv(*args)
+    # Nothing is written for an attention that can not follow.
+    dispatch.choose(_problem(q, k_cache.shape[-2], "dense", None, 1.0, -1, -1, 0.0), "decode")
+    return append_kv(q, k, v, k_cache, v_cache, *args)
 
 
 @torch.library.register_fake("flashpage::append_kv")

@@ -133,8 +133,9 @@ def resolve_scale(softmax_scale: float | None, head_dim: int) -> float:
 def resolve_softcap_and_dropout(softcap: float, dropout_p: float) -> tuple[float, float]:
     """Both as numbers; 0 is off."""
     cap, p = as_float("softcap", softcap), as_float("dropout_p", dropout_p)
-    if not 0.0 <= p < 1.0:
-        raise ArgumentError(f"dropout_p must be in [0, 1), got {dropout_p}")
+    # As kernels see it: the largest number below 1 in float32 is 1 - 2^-24.
+    if not 0.0 <= p <= 1.0 - 2.0**-24:
+        raise ArgumentError(f"dropout_p must be in [0, 1) in float32, got {dropout_p}")
     if cap != 0.0 and not cap >= FLOAT32_TINY:
         raise ArgumentError(
             f"softcap must be 0 (off) or a positive number of at least {FLOAT32_TINY:.3g}, got "
@@ -165,7 +166,10 @@ def resolve_num_splits(num_splits: int) -> int:
 
 def check_tensor(name: str, x: Any) -> None:
     if not isinstance(x, Tensor):
-        raise ArgumentError(f"{name} must be a tensor, got {x!r}")
+        shown = repr(x)
+        raise ArgumentError(
+            f"{name} must be a tensor, got {shown if len(shown) < 80 else type(x).__name__}"
+        )
 
 
 def check_same_kind(q: Tensor, **others: Tensor | None) -> None:

@@ -10,6 +10,7 @@ the last column belongs to the last query and column j to slot j of the keys.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -47,6 +48,9 @@ _NOT_SERVED = {
 # cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, of all rows laid end to end
 Sequences = tuple[Tensor, Tensor, int, int]
 
+OLDEST = (5, 4)
+"""Version of transformers whose attention interface this is."""
+
 T = TypeVar("T")
 
 
@@ -55,11 +59,48 @@ def register() -> None:
 
     Raises:
         MissingDependencyError: transformers is not installed.
+        UnsupportedError: it is older than 5.4.
     """
     transformers = require("transformers", "engine")
+    if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < OLDEST:
+        raise UnsupportedError(
+            f"flashpage needs transformers {'.'.join(map(str, OLDEST))} or newer, found "
+            f"{transformers.__version__}"
+        )
     transformers.AttentionInterface.register(NAME, Attention())
     transformers.AttentionMaskInterface.register(NAME, padding_of)
     _answer_to_name()
+    _refuse_other_models(transformers.PreTrainedModel)
+
+
+def _refuse_other_models(base: type) -> None:
+    """Models with attention code of their own would run without it, and without a causal mask."""
+    check = base._check_and_adjust_attn_implementation
+    if hasattr(check, NAME):
+        return
+
+    @functools.wraps(check)
+    def check_ours_too(
+        self: Any, attn_implementation: str | None, *args: Any, **kwargs: Any
+    ) -> Any:
+        if attn_implementation == NAME and not _calls_implementations(self):
+            raise UnsupportedError(
+                f"{type(self).__name__} has attention code of its own and does not call an "
+                'attention implementation: use attn_implementation="eager"'
+            )
+        return check(self, attn_implementation, *args, **kwargs)
+
+    check_ours_too.flashpage = True
+    base._check_and_adjust_attn_implementation = check_ours_too
+
+
+def _calls_implementations(model: Any) -> bool:
+    """The model says so, its module has the table of implementations, or it is made of models."""
+    names = {kind.__module__ for kind in type(model).__mro__} - {"transformers.modeling_utils"}
+    modules = (sys.modules.get(name) for name in names)
+    has_table = any(hasattr(module, "ALL_ATTENTION_FUNCTIONS") for module in modules)
+    parts = (getattr(kind, "model_type", "any") for kind in model.config.sub_configs.values())
+    return model.is_backend_compatible() or has_table or any(part != "" for part in parts)
 
 
 def _answer_to_name() -> None:
@@ -192,8 +233,8 @@ class Flat:
 class Padding:
     """What a mask `[batch, width]` means for a number of queries, the last of its columns.
 
-    A causal query is padding if its column is; other queries (of an encoder, or of a decoder
-    that looks at one) all take part.
+    A causal query is padding if its column is, and so is one in a window; other queries (of an
+    encoder, or of a decoder that looks at one) all take part.
     """
 
     full: bool
@@ -234,6 +275,14 @@ class Padding:
             mask[:, : width - window] = False
         if causal:
             queries = Flat.of(mask[:, width - seqlen_q :])
+        elif window is not None and seqlen_q == width:
+            # Distances count from the last token: queries must end where their keys end.
+            queries = Flat.of(mask)
+        elif window is not None:
+            raise UnsupportedError(
+                f"flashpage has no sliding window (here {window}) over padding between {seqlen_q} "
+                f"queries and {width} keys that may all see each other"
+            )
         else:
             queries = Flat.of(mask.new_ones(mask.shape[0], seqlen_q))
         leftpad = None

@@ -29,9 +29,6 @@ os.environ["TRITON_INTERPRET"] = "0"
 
 import torch
 import triton
-from flashpage.attention.triton.backward import backward
-from flashpage.attention.triton.cache import append_kv, store_kv
-from flashpage.attention.triton.decode import decode
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime.driver import driver
@@ -39,6 +36,9 @@ from triton.runtime.driver import driver
 from flashpage.attention.dispatch import AttentionInputs, DecodeInputs
 from flashpage.attention.problem import Problem
 from flashpage.attention.triton import runtime
+from flashpage.attention.triton.backward import backward
+from flashpage.attention.triton.cache import append_kv, store_kv
+from flashpage.attention.triton.decode import decode
 from flashpage.attention.triton.forward import forward
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -195,7 +195,7 @@ def compile_cache(dtype: torch.dtype, head_dim: int, block_size: int) -> None:
     pages = torch.empty(8, block_size, KV_HEADS, head_dim, dtype=dtype)
     table, lengths = torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     cos = torch.empty(4 * block_size, head_dim // 2, dtype=dtype)
-    append_kv(q, k, k, pages, pages, lengths, cos, cos, table, None, False, True)
+    append_kv(q, k, k, pages, pages, lengths, cos, cos, table, None, None, False, True)
     store_kv(k[:, 0], k[:, 0], pages, pages, torch.zeros(2, dtype=torch.int64))
 
 

@@ -99,6 +99,7 @@ class Append:
             self.sin,
             None if self.table is None else self.table.to(DEVICE),
             ints(self.batch_idx),
+            None,
             bool(self.rotary and self.rotary[1]),
             self.by_row,
         )
@@ -295,3 +296,14 @@ def test_store_offsets_beyond_32_bits():
     assert torch.equal(cache[-1, -1], k[0])
     assert torch.equal(cache[0, 0], k[1])
     assert int((cache != 0).sum()) == 512
+
+
+def test_empty_rotary_tables_are_refused():
+    """One row is read for each query, new keys or not."""
+    cache, table = torch.zeros(2, 0, 2, 8, device=DEVICE), torch.zeros(0, 4, device=DEVICE)
+    q, new = torch.ones(2, 1, 4, 8, device=DEVICE), torch.zeros(2, 0, 2, 8, device=DEVICE)
+    seqlens = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(ArgumentError, match="rotary_cos must have a row"):
+        append_kv(
+            q, new, new, cache, cache.clone(), seqlens, table, table, None, None, None, True, False
+        )

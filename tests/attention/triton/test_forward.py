@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
@@ -146,6 +148,34 @@ def test_dropout_mask_is_the_one_that_is_shown(causal):
     assert abs(float(dropped) - 0.3) < 0.02
 
 
+def test_dropout_mask_over_pages_and_with_too_small_bounds():
+    """S_dmask of pages is that of the same keys laid flat; what its bounds leave out is cut off."""
+    q = torch.randn(50, 4, 16, device=DEVICE)
+    k, v = (torch.randn(64, 2, 16, device=DEVICE) for _ in range(2))
+    cu_q = torch.tensor([0, 20, 50], dtype=torch.int32, device=DEVICE)
+    cu_k = torch.tensor([0, 32, 64], dtype=torch.int32, device=DEVICE)
+    table = torch.tensor([[3, 1], [0, 2]], dtype=torch.int32, device=DEVICE)
+    k_pages, v_pages = (
+        torch.stack([x.view(4, 16, 2, 16)[i] for i in (2, 1, 3, 0)]) for x in (k, v)
+    )
+
+    def shown(k, v, bounds, **options):
+        torch.manual_seed(1)
+        with kernels():
+            return flash_attn_varlen_func(
+                q, k, v, cu_q, cu_k, *bounds, 0.2, causal=True, return_attn_probs=True, **options
+            )
+
+    flat, paged = shown(k, v, (30, 32)), shown(k_pages, v_pages, (30, 32), block_table=table)
+    for a, b in zip(flat, paged, strict=True):
+        assert max_error(a, b) < 1e-6
+    small = shown(k, v, (7, 9))
+    assert torch.equal(small[0], flat[0])
+    assert max_error(small[2][:, :, :7, :9], flat[2][:, :, :7, :9]) < 1e-6
+    assert not small[2][:, :, 7:].any()
+    assert not small[2][:, :, :, 9:].any()
+
+
 # ---------------------------------------------------------------------------------------------
 # Layouts
 # ---------------------------------------------------------------------------------------------
@@ -186,6 +216,16 @@ def test_varlen(options, too_small):
     exact_out, exact_lse = varlen(q.double(), k.double(), v.double(), cu_q, cu_k, **options)
     assert max_error(out, exact_out) < 1e-5
     assert max_error(lse, exact_lse) < 1e-5
+
+
+def test_varlen_with_the_largest_bounds():
+    """max_seqlen_* may be as large as an int32: nothing is sized by it alone."""
+    q = torch.randn(30, 2, 16, device=DEVICE)
+    cu = torch.tensor([0, 10, 30], dtype=torch.int32, device=DEVICE)
+    with kernels():
+        out = flash_attn_varlen_func(q, q, q, cu, cu, 2**31 - 1, 2**31 - 1, causal=True)
+        expected = flash_attn_varlen_func(q, q, q, cu, cu, 20, 20, causal=True)
+    assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16, 32, 64, 256])
@@ -251,3 +291,22 @@ def test_old_gpus_are_told_what_they_lack():
     assert reason(75, torch.float16, 256, "backward") is None
     assert reason(80, torch.bfloat16) is None
     assert reason(0, torch.bfloat16) is None  # AMD
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        ("raise OSError('no driver')", "can not be imported: no driver"),
+        ("", "something without a version is installed"),
+        ("__version__ = '3.5.1'", "3.6 or newer is needed, 3.5.1 is installed"),
+        ("__version__ = '3.6rc1'", None),
+        ("__version__ = '10.0'", None),
+    ],
+)
+def test_odd_installations_of_triton(module, reason, tmp_path, monkeypatch):
+    (tmp_path / "triton.py").write_text(module)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [name for name in sys.modules if name.split(".")[0] == "triton"]:
+        monkeypatch.delitem(sys.modules, name)
+    found = runtime.why_no_triton.__wrapped__()
+    assert (found is None) if reason is None else (reason in found)

@@ -324,7 +324,7 @@ def test_operators_pass_opcheck():
     new = (randn(2, 1, 4, 64), randn(2, 1, 2, 64), randn(2, 1, 2, 64))
     opcheck(
         ops.append_kv,
-        (*new, pages, pages.clone(), lengths, cos, sin, table, None, True, True),
+        (*new, pages, pages.clone(), lengths, cos, sin, table, None, None, True, True),
     )
     slots = torch.tensor([3, -1, 100], device="cuda")
     token = randn(3, 2, 64)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flashpage.attention.cpu.numba_runtime import call, kernels, why_unavailable
-from flashpage.attention.cpu.segments import check_page_ids, checked_rows
+from flashpage.attention.cpu.segments import check_page_ids, checked_leftpad, checked_rows
 from flashpage.attention.rotary import rotate
 from flashpage.errors import ArgumentError, CacheOverflowError
 
@@ -22,14 +22,17 @@ def append_kv(
     rotary_sin: Tensor | None,
     block_table: Tensor | None,
     cache_batch_idx: Tensor | None,
+    cache_leftpad: Tensor | None,
     rotary_interleaved: bool,
     rotate_q_by_row: bool,
 ) -> Tensor:
     """Write k (rotated) and v at `cache_seqlens`; returns q rotated, or an empty tensor.
 
-    Shapes and meaning as in `functional.flash_attn_with_kvcache`.
+    Shapes and meaning as in `functional.flash_attn_with_kvcache`. cache_leftpad is only checked:
+    a call that will raise writes nothing.
     """
     batch, seqlen_new = k.shape[:2]
+    checked_leftpad(cache_leftpad, batch)
     start = cache_seqlens.long()
     _check_fits(k_cache, block_table, cache_seqlens, seqlen_new)
     position = start[:, None] + torch.arange(seqlen_new)  # [batch, seqlen_new]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import lru_cache
 
 from torch import Tensor
 
@@ -27,7 +27,7 @@ def padded_head_dim(head_dim: int) -> int:
     return max(16, next_power_of_2(head_dim))
 
 
-@cache
+@lru_cache(maxsize=4096)
 def switches(problem: Problem) -> dict[str, bool]:
     """What is compiled into a kernel or left out. Not to be changed: it is kept."""
     return {

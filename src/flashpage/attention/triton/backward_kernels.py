@@ -273,7 +273,8 @@ def dq_kernel(
     )  # fmt: skip
     slope = 0.0
     if HAS_ALIBI:  # the tail has none
-        slope = tl.load(alibi_slopes + sequence * slopes_stride + head, mask=len_k > 0, other=0.0)
+        slopes = alibi_slopes + sequence.to(tl.int64) * slopes_stride
+        slope = tl.load(slopes + head, mask=len_k > 0, other=0.0)
     dq_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     lo, full_lo, full_hi, hi = key_range(
         row, tl.minimum(row + BLOCK_M, len_q), len_q, len_k, window_left, window_right,

@@ -41,7 +41,7 @@ def _copy(
     BLOCK: tl.constexpr,
 ):
     """Features FROM ... TO - 1 of some heads of one token, bit for bit."""
-    dims = FROM + tl.arange(0, BLOCK)
+    dims = (FROM + tl.arange(0, BLOCK)).to(tl.int64)
     mask = real[:, None] & (dims < TO)[None, :]
     source = source_ptr + (heads * source_head)[:, None] + (dims * source_dim)[None, :]
     target = target_ptr + (heads * target_head)[:, None] + (dims * target_dim)[None, :]
@@ -324,13 +324,15 @@ def append_kv(
     rotary_sin: Tensor | None,
     block_table: Tensor | None,
     cache_batch_idx: Tensor | None,
+    cache_leftpad: Tensor | None,
     rotary_interleaved: bool,
     rotate_q_by_row: bool,
 ) -> Tensor:
     """Write k (rotated) and v at `cache_seqlens`; returns q rotated, or an empty tensor.
 
     Shapes and meaning as in `functional.flash_attn_with_kvcache`. A sequence of negative length,
-    and tokens beyond the cache or with a page id outside the pool, are not written.
+    and tokens beyond the cache or with a page id outside the pool, are not written. cache_leftpad
+    plays no part here: positions count it.
     """
     rotary = rotary_cos is not None
     q_rotated = q.new_empty(q.shape if rotary else 0)
@@ -339,6 +341,10 @@ def append_kv(
     num_tokens = max(seqlen_q, seqlen_new)
     if batch * num_tokens == 0:
         return q_rotated
+    if rotary_cos is not None and rotary_cos.shape[0] == 0:
+        raise ArgumentError(
+            f"rotary_cos must have a row for every query and new key, got {tuple(rotary_cos.shape)}"
+        )
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     half = rotary_cos.shape[1] if rotary_cos is not None else 0
     page_size = k_cache.shape[1]

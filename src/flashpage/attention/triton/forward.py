@@ -333,11 +333,14 @@ def dropout_sign_kernel(
     out_ptr,
     cu_q_ptr,
     cu_k_ptr,
+    table_ptr,
     slopes_ptr,
     rng_state_ptr,
     q_strides,
     k_strides,
     stride_slopes,
+    stride_table,
+    num_pages,
     side_q,
     side_k,
     num_q_heads,
@@ -353,11 +356,15 @@ def dropout_sign_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     VARLEN: tl.constexpr,
+    PAGE: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
 ):
-    """S_dmask: `exp(t - max_j t)`, negative where dropped, 0 where not visible. For tests."""
+    """S_dmask: `exp(t - max_j t)`, negative where dropped, 0 where not visible. For tests.
+
+    seqlen_q and seqlen_k are the bounds of the lengths; what lies beyond them is not written.
+    """
     tiles = tl.cdiv(seqlen_q, BLOCK_M)
     sequence_head = tl.program_id(0) // tiles
     sequence = sequence_head // num_q_heads
@@ -372,8 +379,12 @@ def dropout_sign_kernel(
         entry = sequence * 0
         first_q = tl.load(cu_q_ptr + sequence)
         first_k = tl.load(cu_k_ptr + sequence)
-        len_q = tl.minimum(tl.load(cu_q_ptr + sequence + 1) - first_q, seqlen_q)
-        len_k = tl.minimum(tl.load(cu_k_ptr + sequence + 1) - first_k, seqlen_k)
+        len_q = tl.load(cu_q_ptr + sequence + 1) - first_q
+        len_k = tl.load(cu_k_ptr + sequence + 1) - first_k
+    table_row = table_ptr
+    if PAGE > 0:
+        first_k = 0
+        table_row += sequence.to(tl.int64) * stride_table
     rows = row_lo + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     q_rows = entry.to(tl.int64) * q_strides[0] + (first_q + rows).to(tl.int64) * q_strides[1]
@@ -390,8 +401,8 @@ def dropout_sign_kernel(
         for n in range(0, len_k, BLOCK_N):
             cols = n + tl.arange(0, BLOCK_N)
             k_tile = load_keys(
-                k, entry, first_k, head // group_size, n, len_k, None, 0, k_strides, head_dim,
-                BLOCK_N, BLOCK_D, 0, False, True,
+                k, entry, first_k, head // group_size, n, len_k, table_row, num_pages, k_strides,
+                head_dim, BLOCK_N, BLOCK_D, PAGE, False, True,
             )  # fmt: skip
             s = tl.dot(q_tile, k_tile.T, input_precision="ieee")
             s = logits2(
@@ -414,7 +425,8 @@ def dropout_sign_kernel(
                 tl.store(
                     out_ptr + place[:, None] + cols[None, :],
                     tl.where(keep, p, -p).to(out_ptr.dtype.element_ty),
-                    mask=(rows < len_q)[:, None] & (cols < len_k)[None, :],
+                    mask=(rows < tl.minimum(len_q, seqlen_q))[:, None]
+                    & (cols < tl.minimum(len_k, seqlen_k))[None, :],
                 )
 
 
@@ -452,7 +464,8 @@ def _launch(problem: Problem, x: AttentionInputs, out: Tensor, softmax_lse: Tens
     described = page % tiles.block_n == 0 and runtime.descriptors_fit(k, v)
     q_described = runtime.descriptors_fit(q)
     kv_block = [1, tiles.block_n, 1, block_d]
-    num_tiles_m = max(1, cdiv(x.max_seqlen_q, tiles.block_m))
+    # No sequence is longer than all rows, whatever was said; none at all is one round of nothing.
+    num_tiles_m = max(1, cdiv(min(x.max_seqlen_q, q.shape[1]), tiles.block_m))
     group_heads = problem.group_size
     if problem.window_right >= 0:
         kv_bytes = max(1, 2 * x.max_seqlen_k * block_d * q.element_size())
@@ -522,11 +535,14 @@ def _s_dmask(problem: Problem, x: AttentionInputs) -> Tensor:
         s_dmask,
         x.cu_seqlens_q,
         x.cu_seqlens_k,
+        x.block_table,
         x.alibi_slopes,
         x.rng_state,
         strides_of(q),
         strides_of(k),
         slopes_stride(x.alibi_slopes),
+        x.block_table.stride(0) if x.block_table is not None else 0,
+        k.shape[0],
         *sides,
         problem.num_q_heads,
         problem.group_size,
@@ -540,6 +556,7 @@ def _s_dmask(problem: Problem, x: AttentionInputs) -> Tensor:
         BLOCK_N=32,
         BLOCK_D=padded_head_dim(problem.head_dim),
         VARLEN=varlen,
+        PAGE=k.shape[1] if x.block_table is not None else 0,
         **{name: switches(problem)[name] for name in wanted},
     )
     return s_dmask

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import re
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
@@ -29,12 +30,15 @@ def why_no_triton() -> str | None:
     """None if Triton can be imported and is new enough, else the reason."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed (it comes with torch's builds for GPUs)"
-    import triton
-
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    if version < MINIMUM_TRITON:
+    try:
+        import triton
+    except Exception as error:  # a broken installation can raise anything
+        return f"triton can not be imported: {error}"
+    found = str(getattr(triton, "__version__", "something without a version"))
+    version = re.match(r"(\d+)\.(\d+)", found)
+    if version is None or tuple(map(int, version.groups())) < MINIMUM_TRITON:
         wanted = ".".join(map(str, MINIMUM_TRITON))
-        return f"triton {wanted} or newer is needed, {triton.__version__} is installed"
+        return f"triton {wanted} or newer is needed, {found} is installed"
     return None
 
 

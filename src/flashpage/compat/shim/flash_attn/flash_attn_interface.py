@@ -98,6 +98,8 @@ def _flash_attn_varlen_forward(
         leftpad_k: int32 `[batch]`: the first `leftpad_k[i]` keys of sequence i do not exist. Not
             with `block_table`.
         seqused_k: int32 `[batch]`: only the first `seqused_k[i]` keys of sequence i exist.
+        max_seqlen_k: with either of the two a true upper bound: keys beyond it raise on the CPU and
+            are left out on a GPU, where lengths are not read.
         zero_tensors: accepted; rows of no sequence are zeros in any case.
         num_splits: accepted; the result does not depend on it.
     """
@@ -332,15 +334,22 @@ def _some_keys(
                 "We don't support Paged KV and leftpad_k running at the same time yet: got both "
                 "block_table and leftpad_k"
             )
+        limit = block_table.shape[1] * k.shape[1]
     else:
         # Flat tokens are pages of one token, found in any order that a table gives.
         start = cu_seqlens_k[:-1]
         if leftpad_k is not None:
+            leftpad_k = leftpad_k.clamp(min=0)
             start, seqlens = start + leftpad_k, seqlens - leftpad_k
-        columns = torch.arange(max(1, max_seqlen_k), dtype=torch.int32, device=q.device)
-        block_table = start[:, None] + columns
+        limit = max(1, min(max_seqlen_k, k.shape[0]))
+        block_table = start[:, None] + torch.arange(limit, dtype=torch.int32, device=q.device)
         k, v = k.unsqueeze(1), v.unsqueeze(1)
-    seqlens = seqlens.clamp(min=0)
+    if q.device.type == "cpu" and int(seqlens.max()) > limit:
+        raise ArgumentError(
+            f"max_seqlen_k must be at least the longest sequence here, and seqused_k within the "
+            f"keys that there are: got max_seqlen_k = {max_seqlen_k} for {int(seqlens.max())} keys"
+        )
+    seqlens = seqlens.clamp(min=0, max=limit)
     return k, v, F.pad(seqlens.cumsum(0, dtype=torch.int32), (1, 0)), block_table
 
 
