@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,9 +72,9 @@ def check_plot(path: Path, theme: str) -> None:
     """
     if path.suffix.lower() not in FORMATS:
         raise ArgumentError(f"plot must end in {' or '.join(FORMATS)}, got {str(path)!r}")
-    if not path.parent.is_dir():
+    if not os.path.isdir(path.parent):
         raise ArgumentError(f"plot must be in a directory that exists, got {str(path)!r}")
-    if path.is_dir():
+    if os.path.isdir(path):  # not of pathlib, which raises on names too long
         raise ArgumentError(f"plot must be a file, got the directory {str(path)!r}")
     if theme not in THEMES:
         raise ArgumentError(f"theme must be one of {', '.join(THEMES)}, got {theme!r}")
@@ -123,7 +124,7 @@ def draw_roofline(
             marker=marker,
             markersize=9,
             color=colour,
-            markerfacecolor=THEMES[theme].paper if point.is_measured else colour,
+            markerfacecolor="none" if point.is_measured else colour,
             markeredgewidth=2,
             label=f"{point.algorithm}, {'measured' if point.is_measured else 'bound'}",
             zorder=4 if point.is_measured else 3,
@@ -192,7 +193,7 @@ def _figure(title: str, theme: Theme) -> tuple[Figure, Axes]:
 
     figure = Figure(figsize=SIZE, facecolor=theme.paper, layout="constrained")
     axes = figure.add_subplot(facecolor=theme.paper, xscale="log", yscale="log")
-    axes.set_title(title, color=theme.ink, fontsize=11, wrap=True)
+    axes.set_title(title, color=theme.ink, fontsize=10, wrap=True)
     axes.grid(True, which="major", color=theme.grid, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(which="both", colors=theme.ink)
