@@ -17,6 +17,7 @@ RANK = {
     "attention": 1,
     "cache": 2,
     "compat": 2,  # beside the cache: neither sees the other
+    "explain": 2,  # sees errors and attention only
     "layers": 3,
     "models": 4,
     "weights": 5,

@@ -264,6 +264,86 @@ class TestBackends:
         assert options[1] in result.stderr
 
 
+class TestRoofline:
+    def run(self, *options: str) -> Any:
+        return CliRunner().invoke(cli.app, ["roofline", *options])
+
+    def test_the_numbers_of_the_rtx_4090(self) -> None:
+        sizes = ("--seqlen", "8192", "--head-dim", "128", "--dtype", "fp32")
+        result = self.run("--gpu", "rtx4090", *sizes)
+        assert result.exit_code == 0, result.output
+        for words in ("ridge 81.9 FLOP/B", "268.4 MB", "4.194 MB", "1.091 GB", "34.36 GFLOP"):
+            assert words in result.stdout
+        rows = [line for line in result.stdout.splitlines() if "GFLOP │" in line]
+        standard, tiled, no_cache = (row.strip("│").split("│") for row in rows)
+        assert [cell.strip() for cell in standard[4:]] == ["1.082 ms", "38.5%", "1.00x", "memory"]
+        assert [cell.strip() for cell in tiled[3:]] == [
+            *("2,048.0", "416 us", "100.0%", "2.60x", "compute")
+        ]
+        assert no_cache[-1].strip() == "memory"
+
+    def test_list(self) -> None:
+        result = self.run("--list")
+        for words in ("rtx4090", "B200", "989.5", "T4 datasheet", "this"):
+            assert words in result.stdout
+
+    def test_forms(self) -> None:
+        gpu = ("--gpu", "h100", "--dtype", "bf16")
+        heads = ("--heads", "8", "--kv-heads", "2")
+        for options, words in (
+            (("--decode", "--batch", "4", *heads), "decode from pages of 16, 4 x context 8192"),
+            (("--varlen", "100,200", "--causal"), "2 sequences, 300 keys, longest 200, bf16"),
+            (("--backward", *heads), "backward: N = 8192, bf16"),
+        ):
+            result = self.run(*gpu, *options)
+            assert result.exit_code == 0, result.output
+            assert words in result.stdout
+
+    def test_measured_points_are_in_the_picture(self, tmp_path: Path) -> None:
+        pytest.importorskip("matplotlib")
+        path = tmp_path / "a[1].svg"
+        sizes = ("--seqlen", "128", "--head-dim", "16")
+        result = self.run("--gpu", "t4", *sizes, "--measure", "--plot", str(path))
+        assert result.exit_code == 0, result.output
+        for name in ("standard", "tiled", "torch SDPA", "flashpage"):
+            assert f"│ {name} " in result.stdout
+        assert f"drawn: {path}" in result.stdout.replace("\n", "")
+        assert path.stat().st_size > 10_000
+
+    def test_memory(self) -> None:
+        result = self.run("--memory", "--seqlen", "1", "--head-dim", "16")
+        assert result.exit_code == 0, result.output
+        assert "S alone" in result.stdout
+        assert result.stderr.splitlines()[0] == "measuring: standard, N = 1"
+
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            (("--gpu", "tpu9"), "gpu must be one of this, rtx4090, rtx3090"),
+            (("--seqlen", "-5"), "seqlen must be from 1 to 2147483647, got -5"),
+            (("--batch", "0"), "batch must be from 1 to 2147483647, got 0"),
+            (("--heads", "6", "--kv-heads", "4"), "got 4 key/value heads and 6 query heads"),
+            (("--head-dim", "300"), "at most 256 (and at least 1), got 300"),
+            (("--dtype", "int8"), "dtype must be one of fp32, bf16, fp16, got 'int8'"),
+            (("--gpu", "t4", "--dtype", "bf16"), "T4 has a peak for (fp32, fp16), got 'bf16'"),
+            (("--varlen", "1,x"), "varlen must be lengths between commas"),
+            (("--varlen", "1,2", "--batch", "2"), "batch must be left out when varlen"),
+            (("--decode", "--backward"), "backward must be False over pages"),
+            (("--decode", "--block-size", "0"), "block_size must be from 1"),
+            (("--plot", "a.gif"), "plot must end in .png or .svg, got 'a.gif'"),
+            (("--memory", "--causal"), "memory must be of dense attention without mask"),
+            (("--memory", "--measure"), "memory must be measured without backward and measure"),
+        ],
+    )
+    def test_refused(self, options: tuple[str, ...], words: str) -> None:
+        result = self.run(*options)
+        assert result.exit_code == 2
+        (line,) = result.stderr.splitlines()
+        assert line.startswith("flashpage: error: ")
+        assert words in line
+        assert not result.stdout
+
+
 def test_help_imports_nothing_heavy() -> None:
     code = (
         "import sys; from typer.testing import CliRunner; from flashpage import cli; "
@@ -292,7 +372,7 @@ def test_module_runs() -> None:
     command = [sys.executable, "-m", "flashpage", "--help"]
     result = subprocess.run(command, cwd=source, capture_output=True, text=True)
     assert result.returncode == 0
-    for name in ("generate", "chat", "bench", "backends"):
+    for name in ("generate", "chat", "bench", "backends", "roofline"):
         assert name in result.stdout
 
 

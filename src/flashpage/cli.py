@@ -1,4 +1,4 @@
-"""The command line: generate, chat, bench, backends. Only options and printing; the work is below.
+"""The command line: options and printing of every command; the work is below.
 
 Texts go to stdout, everything about them to stderr, so that output can be piped.
 """
@@ -11,10 +11,17 @@ import io
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from flashpage import __version__
-from flashpage.errors import FlashpageError, MissingDependencyError, RequestError, require
+from flashpage.errors import (
+    ArgumentError,
+    FlashpageError,
+    MissingDependencyError,
+    RequestError,
+    require,
+)
 
 try:
     require("typer", "engine")
@@ -242,7 +249,6 @@ def backends(
     import torch
 
     import flashpage
-    from flashpage.errors import ArgumentError
 
     names = ("float32", "bfloat16", "float16", "float64")
     if dtype not in names:
@@ -257,6 +263,66 @@ def backends(
         causal=causal,
     )
     typer.echo(str(report))
+
+
+@app.command()
+@_report_errors
+def roofline(
+    gpu: Annotated[str, typer.Option(help="A device of --list, or this: measured now.")] = "this",
+    seqlen: Annotated[int, typer.Option(help="Tokens of each sequence; --decode: keys.")] = 8192,
+    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
+    varlen: Annotated[
+        str | None, typer.Option(help="Lengths between commas, instead of --seqlen and --batch.")
+    ] = None,
+    decode: Annotated[
+        bool, typer.Option("--decode", help="One new token a sequence, K and V in pages.")
+    ] = False,
+    block_size: Annotated[int, typer.Option(help="Tokens of a page, with --decode.")] = 16,
+    heads: Annotated[int, typer.Option(help="Query heads.")] = 1,
+    kv_heads: Annotated[int | None, typer.Option(help="Default: as many as --heads.")] = None,
+    head_dim: Annotated[int, typer.Option(help="1 to 256.")] = 128,
+    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
+    causal: Annotated[bool, typer.Option("--causal")] = False,
+    backward: Annotated[bool, typer.Option("--backward", help="The backward alone.")] = False,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Also run it on this machine, shortened to fit.")
+    ] = False,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Instead: measure peak memory as N doubles.")
+    ] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw into FILE.png or FILE.svg.")] = None,
+    theme: Annotated[str, typer.Option(help="Of the picture: light or dark.")] = "light",
+    list_devices: Annotated[bool, typer.Option("--list", help="Print the known devices.")] = False,
+) -> None:
+    """Show why tiling is fast: FLOPs, bytes and least time of attention on a device."""
+    from flashpage.explain import report
+
+    if list_devices:
+        report.print_devices()
+        return
+    work = report.make_workload(
+        seqlen=seqlen,
+        varlen=varlen,
+        decode=decode,
+        batch=batch,
+        num_q_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        causal=causal,
+        block_size=block_size,
+    )
+    if memory and (backward or measure):
+        raise ArgumentError(
+            "memory must be measured without backward and measure, got "
+            + " and ".join(["backward"] * backward + ["measure"] * measure)
+        )
+    if memory:
+        report.report_memory(work, plot=plot, theme=theme)
+    else:
+        report.report_roofline(
+            work, gpu, backward=backward, measured=measure, plot=plot, theme=theme
+        )
 
 
 def _sampling_params(**fields: Any) -> SamplingParams:

@@ -1,0 +1,1 @@
+"""Why FlashAttention is fast, in numbers and pictures; sees only errors and attention."""
