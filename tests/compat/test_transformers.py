@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashpage.compat.transformers import MAX_STEP, Attention, Padding, padding_of, register
+from flashpage.compat.sequences import Padding
+from flashpage.compat.transformers import MAX_STEP, Attention, padding_of, register
 from flashpage.errors import ArgumentError, UnsupportedError
 
 transformers = pytest.importorskip("transformers")
