@@ -1,8 +1,8 @@
 """The tiled algorithm in plain torch, in the loop orders of FlashAttention 1 and 2.
 
 One head, no option but the causal mask: what is left is the idea itself. The scores are never all
-in memory; each block of keys updates, for every query row, a running maximum m, a running sum l and a
-running output O (the online softmax of Milakov and Gimelshein 2018, used by Dao et al. 2022):
+in memory; each block of keys updates, for every query row, a running maximum m, a running sum l and
+a running output O (the online softmax of Milakov and Gimelshein 2018, used by Dao et al. 2022):
 
     m_new = max(m, max_j s_j)
     l_new = l * exp(m - m_new) + sum_j exp(s_j - m_new)
@@ -79,7 +79,7 @@ def _finite(m: Tensor) -> Tensor:
 
 
 def _divide(o: Tensor, l: Tensor) -> Tensor:  # noqa: E741
-    """`O / l`; l >= 1 once a row has seen a key (its largest score adds exp(0)), before that O = 0."""
+    """`O / l`; l >= 1 once a row has seen a key, its largest score adds exp(0); before, O = 0."""
     return o / l.clamp(min=1.0)[:, None]
 
 
