@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -344,6 +345,76 @@ class TestRoofline:
         assert not result.stdout
 
 
+class TestTrace:
+    def run(self, *options: str) -> Any:
+        return CliRunner().invoke(cli.app, ["trace", *options])
+
+    def test_worked_examples(self) -> None:
+        result = self.run()
+        assert result.exit_code == 0, result.output
+        assert "Example 1" in result.stdout
+        assert "Example 2" in result.stdout
+        for words in ("0.0474 1.9051 1.0000", "1.5530  0.5930 0.6760", "1.2034  0.1843 0.8723"):
+            assert words in result.stdout
+        (reductions, second) = re.findall(r"cross-worker reductions +(\d) +(\d)", result.stdout)
+        assert (reductions, second) == (("0", "0"), ("4", "0"))
+        assert "\x1b" not in result.stdout
+
+    def test_own_sizes(self) -> None:
+        sizes = ("--seqlen-q", "3", "--seqlen-k", "7", "--head-dim", "5", "--block-size", "4")
+        options = (*sizes, "--workers", "3", "--causal")
+        result = self.run(*options, "--seed", "7")
+        assert result.exit_code == 0, result.output
+        words = (
+            "3 query rows, 7 keys, head_dim 5, blocks of 4 keys, 3 workers, scale 0.4472, causal"
+        )
+        assert f"Random inputs, seed 7\n{words}\n" in result.stdout
+        assert result.stdout == self.run(*options, "--seed", "7").stdout
+        assert result.stdout != self.run(*options, "--seed", "8").stdout
+
+    def test_varlen(self) -> None:
+        result = self.run("--varlen", "--seqlens", "2,1", "--causal")
+        assert result.exit_code == 0, result.output
+        assert "cu_seqlens = [0, 2, 3]" in result.stdout
+        assert "  0 A #..\n  1 A ##.\n  2 B ..#\n" in result.stdout
+        assert "cu_seqlens = [0, 3, 4, 9]" in self.run("--varlen").stdout
+
+    def test_paged(self) -> None:
+        result = self.run("--paged")
+        assert result.exit_code == 0, result.output
+        shared = re.search(r"requests 0 and 1 share: (\d+), (\d+)\n", result.stdout)
+        assert shared is not None
+        for logical, page in enumerate(shared.groups()):
+            assert result.stdout.count(f"\n{logical} -> {page}*") == 2
+        own = self.run("--paged", "--seqlens", "5,3", "--block-size", "2")
+        assert "requests 0 and 1 share: none" in own.stdout
+
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            (("--seqlen-q", "0"), "seqlen_q must be from 1 to 64, got 0"),
+            (("--seqlen-q", "2", "--workers", "3"), "workers must be from 1 to 2 (the query rows)"),
+            (("--block-size", "-1"), "block_size must be from 1 to 64, got -1"),
+            (("--seed", "-1"), "seed must be from 0"),
+            (("--varlen", "--paged"), "varlen and paged must be asked for one at a time"),
+            (("--varlen", "--workers", "2"), "workers must be left out with varlen, got 2"),
+            (("--varlen", "--seqlens", "3,x"), "seqlens must be lengths between commas"),
+            (("--varlen", "--seqlens", "3,-1"), "seqlens must be from 0 to 64, got -1"),
+            (("--paged", "--causal"), "causal must be left out with paged, got True"),
+            (("--paged", "--seqlens", "4,2", "--shared", "2"), "shared must be from 0 to 1"),
+            (("--seqlens", "3"), "seqlens must be left out without varlen and paged, got (3,)"),
+            (("--shared", "3"), "shared must be left out without varlen and paged, got 3"),
+        ],
+    )
+    def test_refused(self, options: tuple[str, ...], words: str) -> None:
+        result = self.run(*options)
+        assert result.exit_code == 2
+        (line,) = result.stderr.splitlines()
+        assert line.startswith("flashpage: error: ")
+        assert words in line
+        assert not result.stdout
+
+
 def test_help_imports_nothing_heavy() -> None:
     code = (
         "import sys; from typer.testing import CliRunner; from flashpage import cli; "
@@ -372,7 +443,7 @@ def test_module_runs() -> None:
     command = [sys.executable, "-m", "flashpage", "--help"]
     result = subprocess.run(command, cwd=source, capture_output=True, text=True)
     assert result.returncode == 0
-    for name in ("generate", "chat", "bench", "backends", "roofline"):
+    for name in ("generate", "chat", "bench", "backends", "roofline", "trace"):
         assert name in result.stdout
 
 

@@ -325,6 +325,49 @@ def roofline(
         )
 
 
+@app.command()
+@_report_errors
+def trace(
+    seqlen_q: Annotated[int | None, typer.Option(help="Query rows, at most 64.")] = None,
+    seqlen_k: Annotated[int | None, typer.Option(help="Keys; default: --seqlen-q.")] = None,
+    head_dim: Annotated[int | None, typer.Option(help="At most 64.")] = None,
+    block_size: Annotated[
+        int | None, typer.Option(help="Keys of a block; --paged: tokens of a page.")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(help="Who share the work.")] = None,
+    causal: Annotated[bool, typer.Option("--causal")] = False,
+    seed: Annotated[int | None, typer.Option(help="The same seed draws the same inputs.")] = None,
+    varlen: Annotated[
+        bool, typer.Option("--varlen", help="Instead: how cu_seqlens maps tokens to sequences.")
+    ] = False,
+    paged: Annotated[
+        bool, typer.Option("--paged", help="Instead: a decode through its block_table.")
+    ] = False,
+    seqlens: Annotated[
+        str | None, typer.Option(help="--varlen, --paged: lengths between commas.")
+    ] = None,
+    shared: Annotated[
+        int | None, typer.Option(help="--paged: first tokens that all requests share.")
+    ] = None,
+) -> None:
+    """Walk through small attention step by step; with no option, through two worked examples."""
+    from flashpage.explain.trace import report_trace
+
+    report_trace(
+        varlen=varlen,
+        paged=paged,
+        seqlens=seqlens,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        head_dim=head_dim,
+        block_size=block_size,
+        workers=workers,
+        causal=causal or None,
+        seed=seed,
+        shared=shared,
+    )
+
+
 def _sampling_params(**fields: Any) -> SamplingParams:
     """Checked before the model is loaded: a typing error should not cost seconds."""
     from flashpage.engine.sampling_params import SamplingParams

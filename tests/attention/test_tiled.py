@@ -80,13 +80,39 @@ def test_worked_example_fa1_order():
 @ORDERS
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 5])
 @pytest.mark.parametrize("block_size_k", [1, 4, 7, 64])
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 1), (5, 13), (8, 32), (3, 1)])
-def test_equals_the_oracle(order, num_workers, block_size_k, seqlen_q, seqlen_k):
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 1), (5, 13), (8, 32), (3, 1), (7, 2)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_equals_the_oracle(order, num_workers, block_size_k, seqlen_q, seqlen_k, causal):
     q, k, v = (torch.randn(n, 8, dtype=torch.float64) for n in (seqlen_q, seqlen_k, seqlen_k))
-    result = order(q, k, v, block_size_k=block_size_k, num_workers=num_workers)
-    expected = standard_attention(q[None, :, None], k[None, :, None], v[None, :, None])
+    result = order(q, k, v, block_size_k=block_size_k, num_workers=num_workers, causal=causal)
+    expected = standard_attention(*(x[None, :, None] for x in (q, k, v)), causal=causal)
     torch.testing.assert_close(result.out, expected.out[0, :, 0])
     torch.testing.assert_close(result.softmax_lse, expected.softmax_lse[0, 0])
+
+
+@ORDERS
+def test_what_the_steps_say_holds_together(order):
+    """Each step follows from the one before by the formula at the top of the file."""
+    q, k, v = (torch.randn(n, 8, dtype=torch.float64) for n in (5, 11, 11))
+    steps: list[Step] = []
+    order(q, k, v, block_size_k=4, num_workers=2, causal=True, recorder=steps.append)
+    before: dict[int, Step] = {}
+    for s in steps:
+        assert s.s.shape == (len(s.rows), len(s.keys))
+        visible = torch.tensor([[j <= i + 6 for j in s.keys] for i in s.rows])
+        torch.testing.assert_close(s.s.isfinite(), visible)
+        last = before.get(s.worker)
+        assert torch.equal(s.m_before, torch.full_like(s.m, -torch.inf) if last is None else last.m)
+        torch.testing.assert_close(s.rescale, torch.exp(s.m_before - s.m))
+        before[s.worker] = s
+
+
+def test_fa2_workers_stop_where_they_see_nothing():
+    q, k, v = (torch.randn(8, 4, dtype=torch.float64) for _ in range(3))
+    steps: list[Step] = []
+    fa2_attention(q, k, v, block_size_k=2, num_workers=4, causal=True, recorder=steps.append)
+    walked = [(s.worker, s.key_block) for s in steps]
+    assert walked == [(w, b) for w in range(4) for b in range(w + 1)]
 
 
 def test_scores_of_any_magnitude():

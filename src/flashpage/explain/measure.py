@@ -145,7 +145,6 @@ def _standard(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 
 
 def _tiled(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    assert not causal or q.shape[1] == 1, "tiled attention has no mask"
     group = q.shape[2] // k.shape[2]
     out = torch.empty_like(q)
     num_workers = -(-q.shape[1] // TILE_QUERIES)
@@ -159,6 +158,7 @@ def _tiled(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
                     values,
                     block_size_k=TILE_KEYS,
                     num_workers=num_workers,
+                    causal=causal,
                 ).out
     return out
 
@@ -228,7 +228,7 @@ def measure(
     results = []
     for name in IMPLEMENTATIONS:
         cost = cost_of(name, work, backward=backward)
-        why_not = _why_not(name, work, backward)
+        why_not = _why_not(name, backward)
         took = None
         if not why_not:
             call = runner(name, inputs)
@@ -282,11 +282,9 @@ def _group(work: Workload) -> int:
     return work.num_q_heads // work.num_kv_heads
 
 
-def _why_not(name: str, work: Workload, backward: bool) -> str:
+def _why_not(name: str, backward: bool) -> str:
     if name == "tiled" and backward:
         return "attention/tiled.py is the forward alone"
-    if name == "tiled" and work.causal and max(work.seqlens_q) > 1:
-        return "attention/tiled.py has no mask"
     return ""
 
 

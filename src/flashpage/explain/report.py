@@ -25,8 +25,7 @@ from flashpage.explain.hardware import (
 from flashpage.explain.measure import Measurement, fitting, measure
 from flashpage.explain.memory import MemoryPoint, at_seqlen, halvings, measure_memory
 from flashpage.explain.roofline import Cost, Workload, bound, check_size, costs
-
-UNLIMITED_WIDTH = 200  # columns of output that goes into a file or a pipe
+from flashpage.explain.terminal import open_console
 
 
 def make_workload(
@@ -98,7 +97,7 @@ def report_roofline(
     algorithms = costs(work, backward=backward)
     device = find_device(gpu, work.dtype)
     device.peak_flops(work.dtype)  # refused before anything is measured
-    console = _console()
+    console = open_console()
     title = f"{'backward' if backward else 'forward'}: {work.describe()}"
     console.print(title)
     console.print(_device_line(device, work.dtype))
@@ -141,7 +140,7 @@ def report_memory(work: Workload, *, plot: Path | None = None, theme: str = "lig
     )
     scores = [at_seqlen(work, n).score_bytes for n in seqlens]
     title = f"forward up to {work.describe()}"
-    console = _console()
+    console = open_console()
     console.print(f"peak memory beyond the inputs, {title}")
     console.print(f"measured: {_setup()}, a process for each figure")
     console.print(memory_table(points, scores))
@@ -164,7 +163,7 @@ def print_devices() -> None:
         ridge = d.ridge("fp16" if d.bf16 is None else "bf16")
         table.add_row(d.name, d.title, *peaks, f"{d.bandwidth:g}", l2, f"{ridge:.0f}", d.source)
     table.add_row(THIS, "this machine", *["-"] * 6, "measured when asked for")
-    console = _console()
+    console = open_console()
     console.print(table)
     console.print(
         "TFLOP/s of matrix products without sparsity; L2 in MiB; ridge in FLOP/B, 16-bit. "
@@ -282,12 +281,6 @@ def _setup() -> str:
     count = torch.get_num_threads()
     threads = f"{count} thread{'s' * (count > 1)}"
     return f"{platform.machine()} CPU, {threads}, torch {torch.__version__}"
-
-
-def _console() -> Console:
-    """As wide as the terminal; output into a file is not broken into lines of 80."""
-    width = None if sys.stdout.isatty() else UNLIMITED_WIDTH
-    return Console(width=width, markup=False, highlight=False)
 
 
 def _right(*titles: str) -> list[Column]:
