@@ -198,29 +198,7 @@ def flash_attn_varlen_func(
         out like q; with return_attn_probs also softmax_lse `[num_q_heads, total_q]` and S_dmask.
         Rows after `cu_seqlens_q[-1]` are zeros (LSE +inf), and so are their gradients.
     """
-    rules.check_same_kind(q, k=k, v=v)
-    rules.check_rank("q", q, 3, "(total_q, num_q_heads, head_dim)")
-    batch = rules.check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q)
-    batch_k = rules.check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, q)
-    if batch_k != batch:
-        raise ArgumentError(
-            f"cu_seqlens_k must have shape (batch + 1,) = ({batch + 1},) as cu_seqlens_q, got "
-            f"({batch_k + 1},)"
-        )
-    if block_table is None:
-        meaning = "(total_k, num_kv_heads, head_dim)"
-        rules.check_rank("k", k, 3, meaning)
-    else:
-        meaning = "(num_blocks, block_size, num_kv_heads, head_dim)"
-        rules.check_rank("k", k, 4, meaning)
-        rules.check_pages("k", k)
-        rules.check_block_table(block_table, q, batch)
-    num_q_heads, head_dim = q.shape[1:]
-    rules.check_heads(num_q_heads, k.shape[-2], head_dim)
-    shape = (*k.shape[:-1], head_dim)
-    rules.check_shape("k", k, shape, meaning)
-    rules.check_shape("v", v, shape, meaning)
-    rules.check_alibi(alibi_slopes, q, batch, num_q_heads)
+    rules.check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes)
     for name, bound in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if not 0 <= rules.as_int(name, bound) <= rules.MAX_WINDOW:
             raise ArgumentError(

@@ -309,6 +309,42 @@ def check_pages(name: str, pages: Tensor) -> None:
         )
 
 
+def check_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    block_table: Tensor | None,
+    alibi_slopes: Tensor | None,
+) -> int:
+    """Flat queries against flat or paged keys; returns the batch size."""
+    check_same_kind(q, k=k, v=v)
+    check_rank("q", q, 3, "(total_q, num_q_heads, head_dim)")
+    batch = check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q)
+    batch_k = check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, q)
+    if batch_k != batch:
+        raise ArgumentError(
+            f"cu_seqlens_k must have shape (batch + 1,) = ({batch + 1},) as cu_seqlens_q, got "
+            f"({batch_k + 1},)"
+        )
+    if block_table is None:
+        meaning = "(total_k, num_kv_heads, head_dim)"
+        check_rank("k", k, 3, meaning)
+    else:
+        meaning = "(num_blocks, block_size, num_kv_heads, head_dim)"
+        check_rank("k", k, 4, meaning)
+        check_pages("k", k)
+        check_block_table(block_table, q, batch)
+    num_q_heads, head_dim = q.shape[1:]
+    check_heads(num_q_heads, k.shape[-2], head_dim)
+    shape = (*k.shape[:-1], head_dim)
+    check_shape("k", k, shape, meaning)
+    check_shape("v", v, shape, meaning)
+    check_alibi(alibi_slopes, q, batch, num_q_heads)
+    return batch
+
+
 # ---------------------------------------------------------------------------------------------
 # The cache
 # ---------------------------------------------------------------------------------------------

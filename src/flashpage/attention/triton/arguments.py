@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from math import gcd
 
 from torch import Tensor
 
@@ -58,6 +59,11 @@ def slopes_stride(alibi_slopes: Tensor | None) -> int:
 def as_batch(x: Tensor) -> Tensor:
     """Flat tokens `[total, heads, head_dim]` as a batch of one entry; batches as they are."""
     return x.unsqueeze(0) if x.dim() == 3 else x
+
+
+def alignment(*tensors: Tensor) -> int:
+    """The largest power of two, up to 16, that divides every stride but the last, in elements."""
+    return gcd(16, *(stride for x in tensors for stride in x.stride()[:-1]))
 
 
 def strides_of(x: Tensor) -> tuple[int, int, int]:

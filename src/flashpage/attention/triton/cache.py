@@ -6,15 +6,13 @@ written.
 
 from __future__ import annotations
 
-from math import gcd
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from flashpage.attention.triton import runtime
-from flashpage.attention.triton.arguments import cdiv, next_power_of_2
+from flashpage.attention.triton.arguments import alignment, cdiv, next_power_of_2
 from flashpage.errors import ArgumentError
 
 _WARPS = 4
@@ -353,7 +351,7 @@ def append_kv(
     parts = cdiv(num_q_heads, block_h) + 2 * cdiv(num_kv_heads, block_h)
     tensors = (q, k, v, k_cache, v_cache)
     strides = [stride for x in tensors for stride in x.stride()[:3]]
-    align = gcd(16, *strides)
+    align = alignment(*tensors)
     with runtime.on_device(q.device):
         _append_kernel[(batch * num_tokens * parts,)](
             q,
@@ -411,7 +409,7 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     if k.element_size() == 1:
         # Some GPUs know no arithmetic of these types; moving needs none.
         tensors = tuple(x.view(torch.int8) for x in tensors)
-    align = gcd(16, *(stride for x in tensors for stride in x.stride()[:-1]))
+    align = alignment(*tensors)
     block_d = next_power_of_2(head_dim)
     block_h = _heads_of_program(num_heads, block_d)
     with runtime.on_device(k.device):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from math import gcd
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from flashpage.attention.dispatch import DecodeInputs
 from flashpage.attention.problem import MAX_NUM_SPLITS, Problem
 from flashpage.attention.triton import runtime
 from flashpage.attention.triton.arguments import (
+    alignment,
     cdiv,
     next_power_of_2,
     padded_head_dim,
@@ -461,11 +461,6 @@ def _overlap(device: torch.device) -> dict[str, Any]:
     return {"launch_pdl": True} if runtime.capability(device) >= 90 else {}
 
 
-def _alignment(*tensors: Tensor) -> int:
-    """The largest power of two, up to 16, that divides every stride but the last."""
-    return gcd(16, *(stride for x in tensors for stride in x.stride()[:-1]))
-
-
 def _launch_split(
     problem: Problem,
     inputs: DecodeInputs,
@@ -481,7 +476,7 @@ def _launch_split(
     num_tiles = cdiv(problem.group_size * seqlen_q, tile.block_m)
     slopes = inputs.alibi_slopes
     raw = raw_scores(problem)
-    align = _alignment(q, k, v)
+    align = alignment(q, k, v)
     _split_kernel[(batch * num_splits * num_tiles * problem.num_kv_heads,)](
         q,
         k,

@@ -103,7 +103,7 @@ def _flash_attn_varlen_forward(
         zero_tensors: accepted; rows of no sequence are zeros in any case.
         num_splits: accepted; the result does not depend on it.
     """
-    batch = _check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes)
+    batch = rules.check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes)
     rules.resolve_num_splits(num_splits)
     if leftpad_k is not None or seqused_k is not None:
         k, v, cu_seqlens_k, block_table = _some_keys(
@@ -191,7 +191,7 @@ def _flash_attn_varlen_backward(
         softmax_d, `[num_q_heads, total_q + 128 * batch]`: row sums of dout * out, each sequence
         beginning at a multiple of 128 (`(cu_seqlens_q[i] + 128 * i) // 128 * 128`), else zeros.
     """
-    batch = _check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, None, alibi_slopes)
+    batch = rules.check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, None, alibi_slopes)
     rules.check_shape("softmax_lse", softmax_lse, _lse_shape(q), "(num_q_heads, total_q)")
     options = _options(
         q, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap
@@ -276,38 +276,6 @@ def _check_dense(q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None) -
     rules.check_shape("k", k, shape, meaning)
     rules.check_shape("v", v, shape, meaning)
     rules.check_alibi(alibi_slopes, q, batch, num_q_heads)
-
-
-def _check_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    block_table: Tensor | None,
-    alibi_slopes: Tensor | None,
-) -> int:
-    """Returns the batch size."""
-    rules.check_same_kind(q, k=k, v=v)
-    rules.check_rank("q", q, 3, "(total_q, num_q_heads, head_dim)")
-    batch = rules.check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q)
-    rules.check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, q)
-    rules.check_shape("cu_seqlens_k", cu_seqlens_k, (batch + 1,), "(batch + 1,)")
-    if block_table is None:
-        meaning = "(total_k, num_kv_heads, head_dim)"
-        rules.check_rank("k", k, 3, meaning)
-    else:
-        meaning = "(num_blocks, block_size, num_kv_heads, head_dim)"
-        rules.check_rank("k", k, 4, meaning)
-        rules.check_pages("k", k)
-        rules.check_block_table(block_table, q, batch)
-    num_q_heads, head_dim = q.shape[1:]
-    rules.check_heads(num_q_heads, k.shape[-2], head_dim)
-    shape = (*k.shape[:-1], head_dim)
-    rules.check_shape("k", k, shape, meaning)
-    rules.check_shape("v", v, shape, meaning)
-    rules.check_alibi(alibi_slopes, q, batch, num_q_heads)
-    return batch
 
 
 def _some_keys(
