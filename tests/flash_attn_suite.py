@@ -62,12 +62,19 @@ def sampled_marks(function: Any, cases: int, seed: int, part: int, parts: int) -
     return [*others, pytest.mark.parametrize(",".join(names), chosen).mark] if names else others
 
 
+def again(log: str) -> set[str]:
+    """Names of the cases that failed in the run that printed `log`."""
+    return set(re.findall(r"^FAILED \S*?::(\S+)", Path(log).read_text(), re.MULTILINE))
+
+
 class Sampler:
     """Sampling as a plugin of pytest; `part` of `parts` is run here."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options.cases, options.seed, options.part, options.processes
         self.only = options.only
+        # The names of one part's cases mean others in other parts: these run there too.
+        self.again = again(options.again) if options.again else None
         self.deadline = time.monotonic() + options.seconds
         self.counts: Counter[tuple[str, str]] = Counter()
 
@@ -77,7 +84,11 @@ class Sampler:
 
     def pytest_collection_modifyitems(self, session: Any, items: list[Any]) -> None:
         # Mixed, so that a time limit cuts every function alike.
-        items[:] = [item for item in items if self.only in item.name]
+        items[:] = [
+            item
+            for item in items
+            if self.only in item.name and (self.again is None or item.name in self.again)
+        ]
         random.Random(0).shuffle(items)
 
     def pytest_runtest_setup(self, item: Any) -> None:
@@ -117,6 +128,11 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=1e9, help="stop after that time")
     parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument(
+        "--again",
+        help="the output of an earlier run of as many --cases and --processes and the same "
+        "--seed: only what failed there",
+    )
     parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.part is not None:
@@ -137,7 +153,8 @@ def main() -> None:
         environment = dict(os.environ)
         paths = [search_path(), *filter(None, [environment.get("PYTHONPATH")])]
         environment["PYTHONPATH"] = os.pathsep.join(paths)
-        gpus = torch.cuda.device_count()
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        gpus = visible.split(",") if visible else range(max(torch.cuda.device_count(), 1))
         processes = [
             subprocess.Popen(
                 [
@@ -145,8 +162,9 @@ def main() -> None:
                     "--cases", str(options.cases), "--seed", str(options.seed),
                     "--processes", str(options.processes), "--part", str(part),
                     "--seconds", str(options.seconds), "--only", options.only,
+                    *(["--again", str(Path(options.again).resolve())] if options.again else []),
                 ],
-                cwd=folder, env=environment | {"CUDA_VISIBLE_DEVICES": str(part % max(gpus, 1))},
+                cwd=folder, env=environment | {"CUDA_VISIBLE_DEVICES": str(gpus[part % len(gpus)])},
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                 text=True,
             )
@@ -161,7 +179,7 @@ def main() -> None:
                     counts[name, outcome] += n
         if "COUNTS" not in output:
             counts["a process that broke off", "failed"] += 1
-        print("\n".join(re.findall(r"^(?:FAILED|ERROR|/|E ).*$", output, re.MULTILINE)[:60]))
+        print("\n".join(re.findall(r"^(?:FAILED|ERROR|/|E ).*$", output, re.MULTILINE)))
     names = sorted({name for name, _ in counts})
     for name in names:
         print(name, {o: counts[name, o] for o in ("passed", "failed", "skipped")})

@@ -146,7 +146,12 @@ def _problem(layout: str, dtype: torch.dtype, head_dim: int, **options: Any) -> 
 
 
 def _inputs(
-    layout: str, dtype: torch.dtype, head_dim: int, block_size: int, problem: Problem
+    layout: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    block_size: int,
+    problem: Problem,
+    max_seqlen: int = 4096,
 ) -> AttentionInputs:
     tokens = (256,) if layout != "dense" else (2, 128)
     q = torch.empty(*tokens, HEADS, head_dim, dtype=dtype)
@@ -156,14 +161,19 @@ def _inputs(
     table = torch.zeros(2, 8, dtype=torch.int32) if layout == "paged" else None
     slopes = torch.zeros(HEADS) if problem.has_alibi else None
     rng_state = torch.zeros(2, dtype=torch.int64) if problem.dropout_p else None
-    return AttentionInputs(q, k, v, cu, cu, table, slopes, rng_state, 128, 128)
+    return AttentionInputs(q, k, v, cu, cu, table, slopes, rng_state, max_seqlen, max_seqlen)
 
 
 def compile_forward(
-    layout: str, dtype: torch.dtype, head_dim: int, block_size: int = 0, **options: Any
+    layout: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    block_size: int = 0,
+    max_seqlen: int = 4096,
+    **options: Any,
 ) -> None:
     problem = _problem(layout, dtype, head_dim, **options)
-    inputs = _inputs(layout, dtype, head_dim, block_size, problem)
+    inputs = _inputs(layout, dtype, head_dim, block_size, problem, max_seqlen)
     forward(problem, inputs, problem.dropout_p > 0.0)
 
 
@@ -223,6 +233,9 @@ def representative() -> Iterator[Case]:
     for capability in (80, 90):
         dense = partial(compile_backward, "dense", BF16, 128, **CAUSAL)
         yield Case("backward causal d 128", capability, dense, True)
+    for d in (128, 256):
+        short = partial(compile_forward, "dense", BF16, d, 0, 128, **CAUSAL)
+        yield Case(f"forward short d {d}", 90, short, True)
     yield Case("forward varlen d 64", 90, lambda: compile_forward("varlen", FP16, 64), True)
     yield Case("forward pages of 16", 90, lambda: compile_forward("paged", BF16, 128, 16), True)
     yield Case("forward pages of 256", 90, lambda: compile_forward("paged", BF16, 128, 256), True)
@@ -249,6 +262,9 @@ def every() -> Iterator[Case]:
                     dense = partial(compile_forward, "dense", dtype, d, **options)
                     varlen = partial(compile_backward, "varlen", dtype, d, **options)
                     cases.append((f"forward {mask}", dense))
+                    if capability == 90 and d >= 128 and dtype != FP32:
+                        short = partial(compile_forward, "dense", dtype, d, 0, 128, **options)
+                        cases.append((f"forward short {mask}", short))
                     if not (capability == 75 and dtype == FP32 and d > 128):  # not served
                         cases.append((f"backward {mask}", varlen))
                 for page in (0, 16, 256):

@@ -51,6 +51,16 @@ def window(problem: Problem) -> tuple[int, int]:
     return min(problem.window_left, MAX_WINDOW), min(problem.window_right, MAX_WINDOW)
 
 
+def keys_per_row(problem: Problem, max_seqlen_q: int, max_seqlen_k: int) -> int:
+    """How many keys a query row of the longest sequence sees on average, to choose tiles by."""
+    if problem.window_right < 0 and problem.window_left < 0:
+        return max_seqlen_k
+    past = max_seqlen_k - max_seqlen_q // 2
+    left = past if problem.window_left < 0 else min(problem.window_left, past)
+    right = max_seqlen_k if problem.window_right < 0 else problem.window_right
+    return min(left + 1 + right, max_seqlen_k)
+
+
 def slopes_stride(alibi_slopes: Tensor | None) -> int:
     """From one sequence's slopes to the next one's."""
     return alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0

@@ -21,6 +21,7 @@ from flashpage.attention.triton import runtime
 from flashpage.attention.triton.arguments import (
     as_batch,
     cdiv,
+    keys_per_row,
     padded_head_dim,
     raw_scores,
     slopes_stride,
@@ -45,11 +46,20 @@ class Tiles:
     scores that take more than a scale"""
 
 
+FEW_KEYS = {128: 512, 256: 2048}
+"""seen by a row on average, by head_dim: up to these, smaller tiles, of which more run at a time
+and less is masked, are the faster ones on Hopper"""
+
+
 @cache
-def forward_tiles(capability: int, block_d: int, itemsize: int, block_size: int) -> Tiles:
+def forward_tiles(
+    capability: int, block_d: int, itemsize: int, block_size: int, few_keys: bool
+) -> Tiles:
     """The table of tiles: by compute capability, head_dim rounded up to a power of two, bytes of
-    an element, and tokens of a page (0 without pages).
+    an element, tokens of a page (0 without pages), and whether rows see few keys (`FEW_KEYS`).
     """
+    if few_keys and capability == 90 and itemsize == 2 and block_size == 0:
+        return Tiles(64, 32, 4, 3)
     tiles = _tiles(capability, block_d, itemsize)
     if block_size == 0:
         return tiles
@@ -460,7 +470,10 @@ def _launch(problem: Problem, x: AttentionInputs, out: Tensor, softmax_lse: Tens
     # With lengths, one sequence more than there are: the rows after the last.
     num_sequences = x.cu_seqlens_q.shape[0] if varlen else q.shape[0]
     block_d = padded_head_dim(problem.head_dim)
-    tiles = forward_tiles(runtime.capability(q.device), block_d, q.element_size(), page)
+    num_keys = keys_per_row(problem, x.max_seqlen_q, x.max_seqlen_k)
+    few_keys = num_keys <= FEW_KEYS.get(block_d, 0)
+    capability = runtime.capability(q.device)
+    tiles = forward_tiles(capability, block_d, q.element_size(), page, few_keys)
     described = page % tiles.block_n == 0 and runtime.descriptors_fit(k, v)
     q_described = runtime.descriptors_fit(q)
     kv_block = [1, tiles.block_n, 1, block_d]
