@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -33,6 +34,10 @@ def sampling_params(draw) -> SamplingParams:
     )
 
 
+def _without_errors(outputs):
+    return [replace(output, error=None) for output in outputs]
+
+
 @settings(
     deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -44,6 +49,7 @@ def test_a_random_life(make_engine, data):
         "max_num_seqs": data.draw(st.integers(1, 5)),
         "max_num_batched_tokens": data.draw(st.sampled_from([5, 9, 40])),
         "enable_prefix_caching": data.draw(st.booleans()),
+        "overlap": data.draw(st.booleans()),
         "max_model_len": 64,
     }
     # Just enough for the largest request, so that a second one often means preemption.
@@ -80,7 +86,8 @@ def test_a_random_life(make_engine, data):
         alone = make_engine(num_blocks=100, max_model_len=64, max_num_batched_tokens=64)
         alone.add_request(request_id, *asked[request_id])
         (expected,) = [o for _ in range(99) for o in alone.step() if o.finished]
-        assert output.outputs == expected.outputs
+        # Why logits are bad is told in other words where the host does not see them.
+        assert _without_errors(output.outputs) == _without_errors(expected.outputs)
         assert output.prompt_logprobs == expected.prompt_logprobs
         is_poisoned = POISON in asked[request_id][0]
         is_scored = asked[request_id][1].max_tokens == 0

@@ -27,6 +27,7 @@ def step(scheduler: Scheduler) -> list[tuple[Sequence, int]]:
     """Schedule, commit, and give each sequence that reached its end one more token."""
     chunks = scheduler.schedule()
     for chunk in chunks:
+        scheduler.launched(chunk)
         scheduler.commit(chunk)
         if chunk.is_last:
             chunk.sequence.token_ids.append(1000 + chunk.end)

@@ -35,6 +35,10 @@ class EngineConfig:
         max_num_batched_tokens: tokens computed per step; long prompts are cut into such chunks.
         enable_prefix_caching: keep the pages of finished requests for those that begin alike.
         seed: for requests that bring no seed of their own; an integer of 64 bits.
+        overlap: schedule and launch a step while the one before it still runs, so that the host's
+            work hides behind the device's. A stop that only the text or the token shows is found
+            one step late: the token computed in vain is never shown.
+        enforce_eager: no CUDA graphs: every kernel of every step is launched by the host.
         dtype, device: of the KV cache; the model's.
     """
 
@@ -45,6 +49,8 @@ class EngineConfig:
     max_num_batched_tokens: int = 512
     enable_prefix_caching: bool = True
     seed: int = 0
+    overlap: bool = False
+    enforce_eager: bool = False
     dtype: torch.dtype = torch.float32
     device: torch.device | str = "cpu"
 
@@ -58,10 +64,9 @@ class EngineConfig:
         ):
             check_size(name, getattr(self, name))
         check_seed(self.seed)
-        if not isinstance(self.enable_prefix_caching, bool):
-            raise ArgumentError(
-                f"enable_prefix_caching = {show(self.enable_prefix_caching)} must be True or False"
-            )
+        for name in ("enable_prefix_caching", "overlap", "enforce_eager"):
+            if not isinstance(getattr(self, name), bool):
+                raise ArgumentError(f"{name} = {show(getattr(self, name))} must be True or False")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ArgumentError(
                 f"max_num_batched_tokens = {show(self.max_num_batched_tokens)} is less than "

@@ -1,7 +1,8 @@
 """The step-level engine for servers: requests in, one step at a time, outputs out.
 
-`step = schedule -> run -> postprocess`. An engine belongs to one thread: it takes no locks, so
-concurrent callers must hand their requests to the thread that steps.
+`step = schedule -> launch -> wait -> postprocess`. With `overlap` a step waits for the one before
+it, which ran meanwhile, and leaves its own running. An engine belongs to one thread: it takes no
+locks, so concurrent callers must hand their requests to the thread that steps.
 
 What can go wrong in a step: an exception in the model, or Ctrl-C while it runs, leaves every
 request as it was before the step, to be stepped again. Logits that are not numbers, or a tokenizer
@@ -13,6 +14,7 @@ which raises; a Ctrl-C there is the caller's to defer (`flashpage.engine.interru
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Set
 from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
@@ -26,7 +28,7 @@ from flashpage.engine.memory import allocate_kv_cache
 from flashpage.engine.outputs import EngineStats, FinishReason, RequestOutput
 from flashpage.engine.postprocess import append_token, flush_text, logprob_dict
 from flashpage.engine.request import Request, Sequence, mix_seed
-from flashpage.engine.runner import ChunkResult, Runner
+from flashpage.engine.runner import ChunkResult, Launch, Runner
 from flashpage.engine.sampling_params import SamplingParams
 from flashpage.engine.scheduler import Scheduler
 from flashpage.engine.values import show
@@ -55,7 +57,8 @@ class Engine:
         )
         self.kv_cache = allocate_kv_cache(model.config, config)
         self._scheduler = Scheduler(config)
-        self._runner = Runner(model, self.kv_cache, config.device, self.eos_token_ids)
+        self._runner = Runner(model, self.kv_cache, config, self.eos_token_ids)
+        self._in_flight: deque[Launch] = deque()
         self._requests: dict[str, Request] = {}
         self._num_requests = 0
         self._num_generated = 0
@@ -68,6 +71,7 @@ class Engine:
         *,
         prompt: str | None = None,
         on_output: Callable[[RequestOutput], None] | None = None,
+        reports_once: bool = False,
     ) -> None:
         """Queue a request.
 
@@ -78,6 +82,7 @@ class Engine:
             prompt: the prompt's text, only handed back in the output.
             on_output: called with every output of the request, whoever steps or aborts; must
                 neither raise nor use the engine.
+            reports_once: make an output only when the request ends, not at every token.
 
         Raises `RequestError`, and changes nothing, if the id is in use or `check_request` objects.
         """
@@ -98,6 +103,7 @@ class Engine:
                 seed=seed if params.seed is None else params.seed,
                 tokenizer=self.tokenizer,
                 on_output=on_output,
+                reports_once=reports_once,
             )
         except Exception as error:  # whatever a tokenizer raises: it decodes the prompt's end
             raise RequestError(f"the tokenizer can not decode the prompt: {show(error)}") from error
@@ -145,12 +151,21 @@ class Engine:
         return request.report()
 
     def step(self) -> list[RequestOutput]:
-        """Compute one batch; returns the requests that gained a token or ended."""
-        chunks = self._scheduler.schedule()
-        if not chunks:
-            return []
-        results = self._runner.run(chunks)
-        return self._postprocess(results)
+        """Compute one batch; returns the requests that gained a token or ended.
+
+        With `overlap` they come from the step before: the first one returns nothing.
+        """
+        overlap = self.config.overlap
+        launched = False
+        if not self._in_flight or (overlap and len(self._in_flight) == 1 and self._may_go_ahead()):
+            launched = self._launch()
+        num_running_on = 1 if overlap and launched else 0
+        outputs: list[RequestOutput] = []
+        while len(self._in_flight) > num_running_on:
+            results = self._in_flight[0].wait()
+            self._in_flight.popleft()
+            outputs += self._postprocess(results)
+        return outputs
 
     def has_unfinished(self) -> bool:
         """Whether a step would do something."""
@@ -181,10 +196,36 @@ class Engine:
         ]
         assert sorted(map(id, queued)) == sorted(map(id, expected)), "a sequence is lost or left"
 
+    def _may_go_ahead(self) -> bool:
+        """Whether the next step can be launched before the results of the one that runs are here:
+        no choice depends on a pending token, and no prompt is being scored."""
+        return not any(
+            (s.num_pending and s.request.looks_back) or s.next_prompt_logprob is not None
+            for s in self._scheduler.running
+        )
+
+    def _launch(self) -> bool:
+        """Schedule and launch a step; False if there is nothing to compute."""
+        chunks = self._scheduler.schedule()
+        if not chunks:
+            return False
+        launch = self._runner.launch(chunks)
+        self._in_flight.append(launch)
+        for chunk in chunks:
+            self._scheduler.launched(chunk)
+        for row, sequence in enumerate(launch.sampling):
+            sequence.num_pending = 1
+            sequence.pending_row = row
+        return True
+
     def _postprocess(self, results: list[ChunkResult]) -> list[RequestOutput]:
         advanced: dict[str, Request] = {}
         for result in results:
             sequence = result.chunk.sequence
+            if result.is_sampled:
+                sequence.num_pending = 0
+            if sequence.is_finished:
+                continue  # it ended while this step ran
             self._scheduler.commit(result.chunk)
             self._advance(sequence, result)
             if result.chunk.is_last or sequence.is_finished:
@@ -192,7 +233,11 @@ class Engine:
         for request_id, request in advanced.items():
             if request.is_finished:
                 del self._requests[request_id]
-        return [request.report() for request in advanced.values()]
+        return [
+            request.report()
+            for request in advanced.values()
+            if request.is_finished or not request.reports_once
+        ]
 
     def _advance(self, sequence: Sequence, result: ChunkResult) -> None:
         request = sequence.request

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -41,6 +41,18 @@ class _Job:
     params: SamplingParams
 
 
+class Defaults(NamedTuple):
+    """Sizes that suit a kind of device."""
+
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+CPU_DEFAULTS = Defaults(block_size=16, max_num_seqs=32, max_num_batched_tokens=512)
+GPU_DEFAULTS = Defaults(block_size=64, max_num_seqs=256, max_num_batched_tokens=2048)
+
+
 class LLM:
     """A model, ready to generate. Belongs to one thread, as its `engine` does.
 
@@ -48,14 +60,19 @@ class LLM:
         model: what `flashpage.weights.load.load_model` takes: a directory, a .gguf file, a Hub id,
             a config with `load_format="dummy"`, or None for the default model.
         dtype, device, load_format, tokenizer: as in `load_model`.
-        block_size: tokens per page of the KV cache.
+        block_size: tokens per page of the KV cache; None takes 16, or 64 on a GPU, whose prefill
+            reads pages of 64 in one piece.
         num_blocks: pages of the KV cache; else as many as fit into `kv_cache_memory` bytes; else
-            enough for `max_num_seqs` full sequences, or a quarter of the available memory.
-        max_num_seqs: sequences that run at the same time.
-        max_num_batched_tokens: tokens computed per step; longer prompts are cut into chunks.
+            enough for `max_num_seqs` full sequences, or a quarter of the available memory (of a
+            GPU's free memory, `GPU_MEMORY_SHARE` of `flashpage.engine.memory`).
+        max_num_seqs: sequences that run at the same time; None takes 32, or 256 on a GPU.
+        max_num_batched_tokens: tokens computed per step; longer prompts are cut into chunks. None
+            takes 512, or 2048 on a GPU.
         max_model_len: prompt and generated tokens of a sequence at most; None takes the model's
             limit, or what the cache can hold if that is less.
         enable_prefix_caching: share the pages of prompts that begin alike.
+        enforce_eager: on a GPU, launch every kernel one by one instead of replaying CUDA graphs.
+        overlap: prepare a step while the one before it runs; None does so on a GPU.
         seed: for requests without a seed of their own, and for dummy weights; an integer.
 
     Raises:
@@ -72,17 +89,20 @@ class LLM:
         device: str | torch.device = "cpu",
         load_format: str = "auto",
         tokenizer: Tokenizer | str | os.PathLike[str] | None = None,
-        block_size: int = 16,
+        block_size: int | None = None,
         num_blocks: int | None = None,
         kv_cache_memory: int | None = None,
-        max_num_seqs: int = 32,
-        max_num_batched_tokens: int = 512,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
         max_model_len: int | None = None,
         enable_prefix_caching: bool = True,
+        enforce_eager: bool = False,
+        overlap: bool | None = None,
         seed: int = 0,
     ) -> None:
         check_seed(seed)
         device = check_device(device)
+        defaults = GPU_DEFAULTS if device.type == "cuda" else CPU_DEFAULTS
         loaded = load_model(
             model,
             dtype=dtype,
@@ -94,13 +114,19 @@ class LLM:
         config = _engine_config(
             loaded,
             device=device,
-            block_size=block_size,
+            block_size=defaults.block_size if block_size is None else block_size,
             num_blocks=num_blocks,
             kv_cache_memory=kv_cache_memory,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=defaults.max_num_seqs if max_num_seqs is None else max_num_seqs,
+            max_num_batched_tokens=(
+                defaults.max_num_batched_tokens
+                if max_num_batched_tokens is None
+                else max_num_batched_tokens
+            ),
             max_model_len=max_model_len,
             enable_prefix_caching=enable_prefix_caching,
+            enforce_eager=enforce_eager,
+            overlap=device.type == "cuda" if overlap is None else overlap,
             seed=seed,
         )
         self.name = loaded.name
@@ -219,14 +245,13 @@ class LLM:
         finished: dict[str, RequestOutput] = {}
 
         def receive(output: RequestOutput) -> None:
-            if output.finished:
-                finished[output.request_id] = output
+            finished[output.request_id] = output
 
         added: list[str] = []
         try:
             for request_id, job in zip(ids, jobs, strict=True):
                 with deferred_interrupt():
-                    self._add(request_id, job, receive)
+                    self._add(request_id, job, receive, reports_once=True)
                     added.append(request_id)
             tokens_before = self.engine.stats().tokens_generated
             with Progress(len(ids), progress) as bar:
@@ -270,13 +295,21 @@ class LLM:
             if not (finished or (latest and latest[0].finished)):
                 self.engine.abort(request_id)
 
-    def _add(self, request_id: str, job: _Job, on_output: Callable[[RequestOutput], None]) -> None:
+    def _add(
+        self,
+        request_id: str,
+        job: _Job,
+        on_output: Callable[[RequestOutput], None],
+        *,
+        reports_once: bool = False,
+    ) -> None:
         self.engine.add_request(
             request_id,
             job.prompt.token_ids,
             job.params,
             prompt=job.prompt.text,
             on_output=on_output,
+            reports_once=reports_once,
         )
 
     def _step(self) -> None:

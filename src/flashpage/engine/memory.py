@@ -16,7 +16,9 @@ from flashpage.errors import ArgumentError
 if TYPE_CHECKING:
     from flashpage.models.config import ModelConfig
 
-CPU_MEMORY_SHARE = 0.25  # of what is available now: weights, activations and others need theirs
+# Of what is available now (on a GPU: with the weights loaded); activations and others need theirs.
+CPU_MEMORY_SHARE = 0.25
+GPU_MEMORY_SHARE = 0.85
 _CGROUPS = (  # files with the limit and the usage of a container, of both kinds of cgroups
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
@@ -35,17 +37,18 @@ def choose_num_blocks(
 ) -> int:
     """`num_blocks` if given, else what fits into `kv_cache_memory` bytes, else a default.
 
-    The default holds `max_num_seqs` sequences of `max_model_len` tokens, or what fits into a
-    quarter of the memory that is available.
+    The default holds `max_num_seqs` sequences of `max_model_len` tokens, or what fits into a share
+    of the memory that is available.
     """
     if num_blocks is not None:
         return num_blocks
     wanted = -(-max_model_len // block_size) * max_num_seqs
     if kv_cache_memory is not None:
         return max(kv_cache_memory // bytes_per_block, 0)
-    if device.type != "cpu":
+    if device.type not in ("cpu", "cuda"):
         raise ArgumentError(f"give num_blocks or kv_cache_memory for a KV cache on {device}")
-    budget = int(CPU_MEMORY_SHARE * available_memory())
+    share = GPU_MEMORY_SHARE if device.type == "cuda" else CPU_MEMORY_SHARE
+    budget = int(share * free_memory(device))
     return max(min(wanted, budget // bytes_per_block), 1)
 
 
@@ -72,7 +75,9 @@ def allocate_kv_cache(model: ModelConfig, config: EngineConfig) -> KVCache:
         model.num_layers, config.block_size, model.num_kv_heads, model.head_dim, config.dtype
     )
     num_bytes = config.num_blocks * bytes_per_block
-    is_cpu = torch.device(config.device).type == "cpu"
+    device = torch.device(config.device)
+    is_cpu = device.type == "cpu"
+    available = free_memory(device)
     try:
         if is_cpu and num_bytes > total_memory():
             raise MemoryError(f"all memory is {total_memory()} bytes")
@@ -88,12 +93,19 @@ def allocate_kv_cache(model: ModelConfig, config: EngineConfig) -> KVCache:
             device=config.device,
         )
     except (RuntimeError, MemoryError) as error:
-        available = f"{available_memory()} bytes are available, " if is_cpu else ""
         raise ArgumentError(
             f"a KV cache of num_blocks = {show(config.num_blocks)} pages of "
             f"{show(config.block_size)} tokens takes {show(num_bytes)} bytes on {config.device}: "
-            f"{available}{str(error).splitlines()[0] if str(error) else 'out of memory'}"
+            f"{available} bytes are available, "
+            f"{str(error).splitlines()[0] if str(error) else 'out of memory'}"
         ) from error
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that the device can still give."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return available_memory()
 
 
 def total_memory() -> int:

@@ -18,14 +18,14 @@ from flashpage.engine.outputs import (
 )
 from flashpage.engine.sampling_params import SamplingParams
 
-_MASK_64 = (1 << 64) - 1
+MASK_64 = (1 << 64) - 1
 
 
 def mix_seed(seed: int, index: int) -> int:
     """A 64-bit number that looks random, from two numbers (splitmix64's output function)."""
-    z = (seed + (index + 1) * 0x9E3779B97F4A7C15) & _MASK_64
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK_64
+    z = (seed + (index + 1) * 0x9E3779B97F4A7C15) & MASK_64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK_64
     return z ^ (z >> 31)
 
 
@@ -33,10 +33,10 @@ def mix_seed(seed: int, index: int) -> int:
 class Sequence:
     """One continuation of a request's prompt: the unit that is scheduled.
 
-    The scheduler owns `num_computed_tokens` and the cache fields, the engine the rest. The keys
-    and values of `token_ids[:num_computed_tokens]` lie in the pages `block_ids`; the tokens after
-    them are still to be computed, whether they came from the user or from the model. Preemption
-    resets only the first group: what was generated stays.
+    The scheduler owns the first group of fields, the engine the rest. The keys and values of
+    `token_ids[:num_computed_tokens]` lie in the pages `block_ids`; the tokens after them are still
+    to be computed, whether they came from the user or from the model. Preemption resets only
+    pages and what was computed: what was generated stays.
     """
 
     request: Request
@@ -44,7 +44,10 @@ class Sequence:
     seed: int
     token_ids: list[int]
 
-    num_computed_tokens: int = 0
+    num_computed_tokens: int = 0  # those of a step that is still running count as computed
+    num_pending: int = 0  # 1: the next token is chosen by a step that has not been waited for
+    pending_row: int = -1  # where that step will leave it
+    generation: int = 0  # how often its pages were given back
     block_ids: list[int] = field(default_factory=list)
     num_hit_blocks: int = 0  # the first blocks, whose content others computed
     cache_chain: list[PrefixNode] = field(default_factory=list)  # nodes of the first blocks
@@ -76,8 +79,13 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Known tokens whose keys and values are not in the cache."""
-        return len(self.token_ids) - self.num_computed_tokens
+        """Tokens, a pending one included, whose keys and values are not in the cache."""
+        return len(self.token_ids) + self.num_pending - self.num_computed_tokens
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether a token may follow the pending one, if there is one."""
+        return self.num_output_tokens + self.num_pending < self.request.max_tokens
 
     @property
     def is_finished(self) -> bool:
@@ -131,6 +139,7 @@ class Request:
         seed: int,
         tokenizer: Decoder | None,
         on_output: Callable[[RequestOutput], None] | None = None,
+        reports_once: bool = False,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
@@ -138,6 +147,7 @@ class Request:
         self.params = params
         self.max_tokens = max_tokens
         self.on_output = on_output
+        self.reports_once = reports_once
         self.prompt_logprobs: list[TokenLogprobDict | None] | None = (
             None if params.prompt_logprobs is None else [None]
         )
@@ -162,6 +172,19 @@ class Request:
     def prompt_token_set(self) -> frozenset[int]:
         """The different tokens of the prompt."""
         return frozenset(self.prompt_token_ids)
+
+    @cached_property
+    def looks_back(self) -> bool:
+        """Whether choosing a token needs the tokens that were generated before it."""
+        p = self.params
+        return bool(p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1.0)
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether tokens are chosen by temperature and min_p alone, and nothing is reported."""
+        p = self.params
+        ranked = p.top_k > 0 or p.top_p < 1.0
+        return not (self.looks_back or ranked or p.logit_bias or p.logprobs is not None)
 
     @property
     def is_finished(self) -> bool:

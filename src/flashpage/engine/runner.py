@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from flashpage.cache.kv_cache import KVCache
+from flashpage.engine.config import EngineConfig
+from flashpage.engine.cuda_graph import Capture, DecodeGraphs, cuda_capture, padded_rows
+from flashpage.engine.plain_sampling import num_output_tokens, plain_sampling
 from flashpage.engine.request import Sequence, mix_seed
 from flashpage.engine.scheduler import Chunk
 from flashpage.layers.attention import (
@@ -24,6 +28,7 @@ from flashpage.layers.sampler import (
     gather_logprobs,
     non_finite_rows,
     sample,
+    sample_plain,
 )
 
 # Scoring a prompt needs a row of logits per token; a long chunk's are made this many at a time.
@@ -34,35 +39,93 @@ SCORED_ROWS = 64
 class ChunkResult:
     """What computing a chunk has shown.
 
-    sampled: the next token, where the chunk reached the end of the known ones.
+    is_sampled: the chunk reached the end of the known tokens, and a next one was to be chosen.
+    sampled: that token.
     prompt_logprobs: for the prompt tokens that were owed and whose logits this chunk has made.
     error: why the sequence can not go on.
     """
 
     chunk: Chunk
+    is_sampled: bool = False
     sampled: SampledRow | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     error: str | None = None
 
 
+class Sampled(Protocol):
+    """The tokens of a step, some time after it was launched."""
+
+    def wait(self) -> SequenceOf[SampledRow]:
+        """One row per sequence that samples."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A step that the device computes; `wait` for what it shows."""
+
+    chunks: list[Chunk]
+    scores: list[tuple[list[TokenLogprobs], str | None]]
+    sampling: list[Sequence]
+    """whose next tokens are chosen, in the order of the rows of the device's sampled tokens"""
+    sampled: Sampled
+
+    def wait(self) -> list[ChunkResult]:
+        rows = iter(self.sampled.wait())
+        results = []
+        for chunk, (logprobs, error) in zip(self.chunks, self.scores, strict=True):
+            is_sampled = samples(chunk)
+            row = next(rows) if is_sampled else None
+            if row is not None and row.error is not None:
+                row, error = None, row.error
+            results.append(ChunkResult(chunk, is_sampled, row, logprobs, error))
+        return results
+
+
+def samples(chunk: Chunk) -> bool:
+    """Whether the token after the chunk is to be chosen."""
+    return chunk.is_last and chunk.sequence.request.max_tokens > 0
+
+
 class Runner:
-    """Runs `model` (`forward` and `compute_logits` as in `flashpage.models`) over `kv_cache`."""
+    """Runs `model` (a module as in `flashpage.models`) over `kv_cache`.
+
+    Args:
+        capture: makes the graphs of decode steps; None: CUDA graphs on a GPU, unless
+            `enforce_eager`, and none elsewhere.
+    """
 
     def __init__(
         self,
         model: nn.Module,
         kv_cache: KVCache,
-        device: torch.device | str,
+        config: EngineConfig,
         eos_token_ids: frozenset[int],
+        capture: Capture | None = None,
     ) -> None:
         self._model = model
         self._kv_cache = kv_cache
-        self._device = device
+        self._config = config
+        self._device = torch.device(config.device)
         self._eos_token_ids = eos_token_ids
+        # The tokens of the last step, which the next one may start from before the host knows them.
+        self._sampled = torch.zeros(
+            padded_rows(config.max_num_seqs), dtype=torch.int64, device=self._device
+        )
+        if capture is None and self._device.type == "cuda" and not config.enforce_eager:
+            capture = cuda_capture()
+        self._graphs = (
+            DecodeGraphs(model, kv_cache, config, self._sampled, capture) if capture else None
+        )
 
     @torch.inference_mode()
-    def run(self, chunks: SequenceOf[Chunk]) -> list[ChunkResult]:
-        """Compute the chunks in one batch. Keeps no state but the cache's content."""
+    def launch(self, chunks: SequenceOf[Chunk]) -> Launch:
+        """Begin to compute the chunks in one batch.
+
+        On a CPU they are computed when this returns. Keeps nothing but the cache's content and the
+        last step's tokens on the device.
+        """
+        if self._graphs is not None and self._is_decode(chunks):
+            return self._replay(list(chunks))
         slices = {chunk: _slice(chunk) for chunk in chunks}
         chunks = sorted(chunks, key=lambda chunk: attention_order(slices[chunk]))
         hidden = self._forward(chunks, [slices[chunk] for chunk in chunks])
@@ -72,43 +135,87 @@ class Runner:
             self._score_prompt(chunk, hidden[end - chunk.num_tokens : end])
             for chunk, end in zip(chunks, ends, strict=True)
         ]
-        sampling = [
-            i
-            for i, chunk in enumerate(chunks)
-            if chunk.is_last and chunk.sequence.request.max_tokens > 0
-        ]
-        sampled = self._sample(
-            hidden[[ends[i] - 1 for i in sampling]], [chunks[i].sequence for i in sampling]
+        rows = [end - 1 for chunk, end in zip(chunks, ends, strict=True) if samples(chunk)]
+        sequences = [chunk.sequence for chunk in chunks if samples(chunk)]
+        sampled = self._sample(hidden[rows], sequences)
+        return Launch(chunks, scores, sequences, sampled)
+
+    def _is_decode(self, chunks: SequenceOf[Chunk]) -> bool:
+        """Whether every chunk is one token that another one follows."""
+        return all(
+            chunk.num_tokens == 1
+            and chunk.start > 0
+            and samples(chunk)
+            and chunk.sequence.next_prompt_logprob is None
+            for chunk in chunks
         )
-        rows = dict(zip(sampling, sampled, strict=True))
-        results = []
-        for i, (chunk, (logprobs, error)) in enumerate(zip(chunks, scores, strict=True)):
-            row = rows.get(i)
-            if row is not None and row.error is not None:
-                row, error = None, row.error
-            results.append(ChunkResult(chunk, row, logprobs, error))
-        return results
+
+    def _replay(self, chunks: list[Chunk]) -> Launch:
+        assert self._graphs is not None
+        sequences = [chunk.sequence for chunk in chunks]
+        scores: list[tuple[list[TokenLogprobs], str | None]] = [([], None)] * len(chunks)
+        plain = self._all_plain(sequences)
+        logits = self._graphs.replay(sequences, plain_sampling(sequences))
+        if plain:
+            sampled: Sampled = self._fetch(sequences)
+        else:
+            sampled = self._choose(logits[: len(sequences)].float(), sequences)
+        return Launch(chunks, scores, sequences, sampled)
 
     def _forward(self, chunks: list[Chunk], slices: list[SequenceSlice]) -> Tensor:
         """Hidden states `[num_tokens, hidden_size]` of all chunks, one after the other."""
         token_ids: list[int] = []
         positions: list[int] = []
+        pending: list[tuple[int, int]] = []
         for chunk in chunks:
-            token_ids += chunk.sequence.token_ids[chunk.start : chunk.end]
+            known = chunk.sequence.token_ids
+            token_ids += known[chunk.start : chunk.end]
+            if chunk.end > len(known):
+                pending.append((len(token_ids), chunk.sequence.pending_row))
+                token_ids.append(0)
             positions += range(chunk.start, chunk.end)
         metadata = build_attention_metadata(slices, self._kv_cache.block_size, self._device)
+        input_ids = torch.tensor(token_ids, device=self._device)
+        if pending:
+            places, rows = torch.tensor(pending, device=self._device).unbind(1)
+            input_ids[places] = self._sampled[rows]
         return self._model(
-            torch.tensor(token_ids, device=self._device),
-            torch.tensor(positions, device=self._device),
-            self._kv_cache,
-            metadata,
+            input_ids, torch.tensor(positions, device=self._device), self._kv_cache, metadata
         )
 
-    def _sample(self, hidden: Tensor, sequences: list[Sequence]) -> list[SampledRow]:
+    def _sample(self, hidden: Tensor, sequences: list[Sequence]) -> Sampled:
         if not sequences:
-            return []
+            return _Rows([])
         logits = self._model.compute_logits(hidden)
-        return sample(logits, [_row_sampling(s, self._eos_token_ids) for s in sequences])
+        if not (self._config.overlap and self._all_plain(sequences)):
+            return self._choose(logits, sequences)
+        tokens = sample_plain(logits, *plain_sampling(sequences).tensors(self._device))
+        self._sampled[: len(sequences)].copy_(tokens)
+        return self._fetch(sequences)
+
+    def _all_plain(self, sequences: list[Sequence]) -> bool:
+        return all(
+            s.request.is_plain and num_output_tokens(s) >= s.params.min_tokens for s in sequences
+        )
+
+    def _choose(self, logits: Tensor, sequences: list[Sequence]) -> Sampled:
+        """Any kind of sampling, finished when this returns."""
+        rows = sample(logits, [_row_sampling(s, self._eos_token_ids) for s in sequences])
+        if self._config.overlap:
+            tokens = torch.tensor([row.token_id for row in rows])
+            self._sampled[: len(rows)].copy_(tokens.clamp(min=0))
+        return _Rows(rows)
+
+    def _fetch(self, sequences: list[Sequence]) -> Sampled:
+        """Send the tokens of plain sampling to the host."""
+        tokens = self._sampled[: len(sequences)]
+        if self._device.type == "cpu":
+            return _Fetched(tokens.clone(), None, sequences)
+        host = torch.empty(len(sequences), dtype=torch.int64, pin_memory=True)
+        host.copy_(tokens, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return _Fetched(host, event, sequences)
 
     def _score_prompt(self, chunk: Chunk, hidden: Tensor) -> tuple[list[TokenLogprobs], str | None]:
         """The owed log-probabilities whose logits lie in this chunk, or why there are none."""
@@ -132,6 +239,44 @@ class Runner:
         return result, None
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """Tokens that the host has."""
+
+    rows: list[SampledRow]
+
+    def wait(self) -> list[SampledRow]:
+        return self.rows
+
+
+@dataclass(frozen=True)
+class _Fetched:
+    """Tokens on their way to the host's memory, there after `event`."""
+
+    tokens: Tensor
+    event: torch.cuda.Event | None
+    sequences: list[Sequence]
+
+    def wait(self) -> list[SampledRow]:
+        if self.event is not None:
+            self.event.synchronize()
+        return [
+            SampledRow(token) if token >= 0 else SampledRow(error=_no_token(sequence))
+            for token, sequence in zip(self.tokens.tolist(), self.sequences, strict=True)
+        ]
+
+
+def _no_token(sequence: Sequence) -> str:
+    reason = "the model's logits are not finite"
+    params = sequence.params
+    if not params.is_greedy:
+        reason += (
+            f", or temperature = {params.temperature} and min_p = {params.min_p} leave no "
+            "distribution to draw from"
+        )
+    return reason
+
+
 def _slice(chunk: Chunk) -> SequenceSlice:
     return SequenceSlice(
         num_computed_tokens=chunk.start,
@@ -144,14 +289,14 @@ def _row_sampling(sequence: Sequence, eos_token_ids: frozenset[int]) -> RowSampl
     """The sampler's view of a sequence, from its history alone: no step leaves a trace here."""
     params = sequence.params
     masked: set[int] = set()
-    if sequence.num_output_tokens < params.min_tokens:
+    if num_output_tokens(sequence) < params.min_tokens:
         masked = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
     seen: list[int] = []
     if params.repetition_penalty != 1.0:
         seen = [*sequence.request.prompt_token_set, *sequence.output_counts]
     return RowSampling(
         temperature=0.0 if params.is_greedy else params.temperature,
-        uniform=(mix_seed(sequence.seed, sequence.num_output_tokens) >> 11) / (1 << 53),
+        uniform=(mix_seed(sequence.seed, num_output_tokens(sequence)) >> 11) / (1 << 53),
         top_k=max(params.top_k, 0),
         top_p=params.top_p,
         min_p=params.min_p,

@@ -23,13 +23,15 @@ from flashpage.engine.request import Sequence
 class Chunk:
     """The tokens `start .. end - 1` of a sequence, to be computed in one step.
 
-    `is_last`: no known token follows, so that the next one can be sampled.
+    `is_last`: no token follows, so that the next one can be sampled. `generation` is the
+    sequence's, and tells whether it still holds the pages that the chunk was written to.
     """
 
     sequence: Sequence
     start: int
     end: int
     is_last: bool
+    generation: int
 
     @property
     def num_tokens(self) -> int:
@@ -68,6 +70,8 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens
         decodes_first = sorted(self.running, key=lambda s: s.num_uncomputed_tokens > 1)
         for sequence in decodes_first:
+            if sequence.num_pending and not sequence.may_go_on:
+                continue  # its last token is on the way
             num_tokens = min(sequence.num_uncomputed_tokens, budget)
             if num_tokens > 0 and self._make_room(sequence, num_tokens):
                 chunks.append(_chunk(sequence, num_tokens))
@@ -77,15 +81,18 @@ class Scheduler:
             budget -= chunks[-1].num_tokens
         return chunks
 
+    def launched(self, chunk: Chunk) -> None:
+        """Take note that a chunk is being computed: what follows it can be scheduled."""
+        chunk.sequence.num_computed_tokens = chunk.end
+
     def commit(self, chunk: Chunk) -> None:
         """Take note that a chunk's keys and values are in the cache; its full blocks can be hit."""
         sequence = chunk.sequence
-        sequence.num_computed_tokens = chunk.end
-        if self.prefix_cache is None:
+        if self.prefix_cache is None or chunk.generation != sequence.generation:
             return
         block_size = self.config.block_size
         chain = sequence.cache_chain
-        for i in range(len(chain), sequence.num_computed_tokens // block_size):
+        for i in range(len(chain), chunk.end // block_size):
             parent = chain[-1] if chain else self.prefix_cache.root
             tokens = sequence.token_ids[i * block_size : (i + 1) * block_size]
             node = self.prefix_cache.insert(parent, tokens, sequence.block_ids[i])
@@ -121,7 +128,7 @@ class Scheduler:
         for sequence in self.running:
             assert id(sequence) not in self.waiting
             assert not sequence.is_finished
-            assert 0 <= sequence.num_computed_tokens < sequence.num_tokens
+            assert 0 <= sequence.num_computed_tokens <= sequence.num_tokens + sequence.num_pending
             assert len(sequence.block_ids) * self.config.block_size >= sequence.num_computed_tokens
         for sequence in self.waiting.values():
             assert not sequence.block_ids, "a waiting sequence holds pages"
@@ -133,6 +140,8 @@ class Scheduler:
         if not self.waiting or len(self.running) >= self.config.max_num_seqs:
             return None
         sequence = next(iter(self.waiting.values()))
+        if sequence.num_pending:
+            return None  # preempted while a step ran; that step's token is its last known one
         hits = (
             self.prefix_cache.match(sequence.token_ids, sequence.num_skippable_tokens)
             if self.prefix_cache is not None
@@ -185,9 +194,11 @@ class Scheduler:
         sequence.cache_chain = []
         sequence.num_hit_blocks = 0
         sequence.num_computed_tokens = 0
+        sequence.generation += 1
 
 
 def _chunk(sequence: Sequence, num_tokens: int) -> Chunk:
     start = sequence.num_computed_tokens
     end = start + num_tokens
-    return Chunk(sequence, start, end, is_last=end == sequence.num_tokens)
+    is_last = num_tokens == sequence.num_uncomputed_tokens
+    return Chunk(sequence, start, end, is_last, sequence.generation)

@@ -117,6 +117,29 @@ def sample(logits: Tensor, rows: Sequence[RowSampling]) -> list[SampledRow]:
     ]
 
 
+def sample_plain(logits: Tensor, temperature: Tensor, min_p: Tensor, uniform: Tensor) -> Tensor:
+    """Choose one token per row by temperature and min_p alone, without waiting for the device.
+
+    Args:
+        logits: `[num_rows, vocab_size]`.
+        temperature: float32 `[num_rows]`, 0 = the most likely token.
+        min_p: float32 `[num_rows]`, 0 = off.
+        uniform: float64 `[num_rows]` in [0, 1), the rows' random numbers.
+
+    Returns:
+        int64 `[num_rows]`: what `sample` chooses, or -1 where that gives an error.
+    """
+    logits = logits.float()
+    top = logits.amax(dim=-1, keepdim=True)
+    drawing = temperature > 0
+    scores = (logits - top) / torch.where(drawing, temperature, 1.0)[:, None]
+    scores.masked_fill_(scores < min_p.log()[:, None], -torch.inf)
+    drawn = _invert_cdf(scores.exp(), uniform.double()[:, None])
+    tokens = torch.where(drawing, drawn, logits.argmax(dim=-1))
+    valid = top.isfinite().squeeze(1) & (~drawing | (scores.amax(dim=-1) == 0))
+    return torch.where(valid, tokens, -1)
+
+
 def non_finite_rows(logits: Tensor) -> dict[int, str]:
     """Row index -> complaint, for rows that hold NaN, +inf or nothing but -inf.
 

@@ -169,7 +169,11 @@ class DecoderModel(nn.Module):
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """`[R, hidden_size]` -> `[R, vocab_size]` float32."""
-        return self.lm_head(hidden).float()
+        return self.compute_raw_logits(hidden).float()
+
+    def compute_raw_logits(self, hidden: Tensor) -> Tensor:
+        """`[R, hidden_size]` -> `[R, vocab_size]` in the model's dtype."""
+        return self.lm_head(hidden)
 
     def prepare(self) -> None:
         """Pack every weight for this processor; call once, after loading (see `Linear.prepare`)."""

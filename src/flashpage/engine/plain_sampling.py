@@ -1,0 +1,50 @@
+"""What plain sampling (temperature and min_p alone) needs of each sequence, as arrays."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flashpage.engine.request import MASK_64, Sequence
+
+
+class PlainSampling(NamedTuple):
+    """One entry per sequence; `uniform` is the random number of its next draw, in [0, 1)."""
+
+    temperature: np.ndarray
+    min_p: np.ndarray
+    uniform: np.ndarray
+
+    def tensors(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """float32, float32 and float64, on the device."""
+        temperature, min_p, uniform = (torch.from_numpy(x).to(device) for x in self)
+        return temperature, min_p, uniform
+
+
+def num_output_tokens(sequence: Sequence) -> int:
+    """Generated tokens, a pending one included."""
+    return sequence.num_output_tokens + sequence.num_pending
+
+
+def plain_sampling(sequences: list[Sequence]) -> PlainSampling:
+    """The same random numbers as `mix_seed` gives one by one, so that no batch changes a draw."""
+    params = [sequence.params for sequence in sequences]
+    seeds = np.array([sequence.seed & MASK_64 for sequence in sequences], dtype=np.uint64)
+    draws = np.array([num_output_tokens(sequence) for sequence in sequences], dtype=np.uint64)
+    return PlainSampling(
+        np.array([0.0 if p.is_greedy else p.temperature for p in params], dtype=np.float32),
+        np.array([p.min_p for p in params], dtype=np.float32),
+        (mix_seeds(seeds, draws) >> np.uint64(11)) / float(1 << 53),
+    )
+
+
+def mix_seeds(seeds: np.ndarray, indexes: np.ndarray) -> np.ndarray:
+    """`mix_seed` of every pair, both uint64."""
+    with np.errstate(over="ignore"):
+        z = seeds + (indexes + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))

@@ -1,0 +1,152 @@
+"""Graphs of decode steps: ladder, padding, and the same tokens as without them.
+
+Without a GPU a "graph" is a function that is called again: inputs, padding and results lie in the
+same memory as for a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_left
+
+import numpy as np
+import pytest
+import torch
+
+from flashpage.engine.config import EngineConfig
+from flashpage.engine.cuda_graph import Inputs, ladder, padded_rows
+from flashpage.engine.engine import Engine
+from flashpage.engine.plain_sampling import mix_seeds
+from flashpage.engine.request import mix_seed
+from flashpage.engine.runner import Runner
+from flashpage.engine.sampling_params import SamplingParams
+from flashpage.weights.load import load_model
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 301,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "eos_token_id": 2,
+}
+QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16}
+
+
+class Again:
+    """Stands in for a CUDA graph; counts what it does."""
+
+    def __init__(self) -> None:
+        self.captured = self.replayed = 0
+
+    def __call__(self, body):
+        self.captured += 1
+        result = body().clone()
+
+        class Graph:
+            def replay(graph) -> None:
+                self.replayed += 1
+                result.copy_(body())
+
+        return Graph(), result
+
+
+def make_engine(config: dict, capture=None, **options) -> Engine:
+    model = load_model(config, load_format="dummy", dtype="float32", seed=3).model
+    sizes = {"num_blocks": 300, "block_size": 4, "max_model_len": 128, "max_num_seqs": 11}
+    sizes |= {"max_num_batched_tokens": 40} | options
+    engine = Engine(model, None, EngineConfig(**sizes))
+    engine.kv_cache.fill_(torch.nan)
+    if capture is not None:
+        engine._runner = Runner(
+            model, engine.kv_cache, engine.config, engine.eos_token_ids, capture=capture
+        )
+    return engine
+
+
+def run(engine: Engine, requests) -> dict[str, list[int]]:
+    for i, (prompt, params) in enumerate(requests):
+        engine.add_request(str(i), prompt, params)
+    tokens = {}
+    for _ in range(2000):
+        if not engine.has_unfinished():
+            break
+        for output in engine.step():
+            if output.finished:
+                assert output.finish_reason in ("length", "stop"), output.outputs[0].error
+                tokens[output.request_id] = output.token_ids
+        engine.check()
+    assert engine.stats().pages_used == 0
+    return tokens
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("config", [LLAMA, QWEN3], ids=["llama", "qwen3"])
+@pytest.mark.parametrize("num_blocks", [300, 30])  # 30: preemption
+def test_the_same_tokens_as_without_graphs(config, overlap, num_blocks):
+    rng = random.Random(num_blocks + overlap)
+    requests = []
+    for i in range(14):
+        prompt = [rng.randrange(3, 301) for _ in range(rng.randint(1, 50))]
+        options = [
+            {"temperature": 0.0},
+            {"temperature": 0.9, "min_p": 0.01},
+            {"temperature": 0.7, "top_p": 0.8, "repetition_penalty": 1.2},
+        ][i % 3 if rng.random() < 0.7 else 0]
+        length = rng.randint(1, 40)
+        requests.append((prompt, SamplingParams(max_tokens=length, seed=i, **options)))
+    expected = run(make_engine(config), requests)
+    capture = Again()
+    engine = make_engine(config, capture, overlap=overlap, num_blocks=num_blocks)
+    assert run(engine, requests) == expected
+    assert 1 < capture.captured <= len(ladder(11))
+    assert capture.replayed > 10
+    assert (engine.stats().preemptions > 0) == (num_blocks == 30)
+
+
+def test_rows_that_pad_write_nothing():
+    capture = Again()
+    engine = make_engine(LLAMA, capture, max_num_seqs=3, enable_prefix_caching=False)
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    run(engine, [([5, 6, 7 + i], params) for i in range(3)])
+    assert capture.replayed == 3
+    # Three sequences in graphs of four rows; the last of a sequence's tokens is never computed.
+    for x in (*engine.kv_cache.k, *engine.kv_cache.v):
+        assert int((~x.isnan()).all(dim=(2, 3)).sum()) == 3 * (3 + 4 - 1)
+
+
+@pytest.mark.parametrize("largest", [1, 2, 3, 8, 100, 129, 256, 257, 300, 1000])
+def test_ladder(largest):
+    sizes = ladder(largest)
+    assert sizes == sorted(set(sizes))
+    assert sizes[0] == 1
+    assert sizes[-1] == padded_rows(largest) >= largest
+    for n in range(1, largest + 1):
+        padded = sizes[bisect_left(sizes, n)]
+        assert n <= padded <= max(2 * n, 8)
+        assert padded <= n + 31
+
+
+def test_inputs_share_one_buffer_without_overlapping():
+    buffer = torch.zeros(Inputs.words(5, 7), dtype=torch.int32)
+    inputs = Inputs.of(buffer, 5, 7)
+    parts = list(vars(inputs).values())
+    for number, part in enumerate(parts, start=1):
+        part.fill_(number)
+    for number, part in enumerate(parts, start=1):
+        assert (part == number).all()
+    assert inputs.uniform.dtype == torch.float64
+    assert inputs.block_table.shape == (5, 7)
+    assert sum(p.numel() * p.element_size() for p in parts) == buffer.numel() * 4
+
+
+def test_seeds_are_mixed_as_one_by_one():
+    rng = random.Random(1)
+    seeds = [rng.randrange(1 << 64) for _ in range(50)] + [0, (1 << 64) - 1]
+    indexes = [rng.randrange(1 << 20) for _ in seeds]
+    mixed = mix_seeds(np.array(seeds, np.uint64), np.array(indexes, np.uint64))
+    assert mixed.tolist() == [mix_seed(s, i) for s, i in zip(seeds, indexes, strict=True)]
