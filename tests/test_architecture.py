@@ -23,6 +23,7 @@ RANK = {
     "weights": 5,
     "engine": 6,
     "bench": 7,
+    "workloads": 7,
     "cli": 8,
     "__main__": 9,
 }

@@ -7,8 +7,8 @@ import platform
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from flashpage.errors import ArgumentError
 
@@ -25,11 +25,12 @@ class BenchSetup:
     batch: int = 8
     prompt_len: int = 256
     new_tokens: int = 64
-    max_num_batched_tokens: int = 512
-    block_size: int = 16
     seed: int = 0
     dtype: str = "auto"
     load_format: str = "auto"
+    device: str | None = None
+    engine: dict[str, Any] = field(default_factory=dict)
+    """more arguments of `LLM`"""
 
 
 @dataclass(frozen=True)
@@ -71,14 +72,15 @@ def run_bench(setup: BenchSetup) -> BenchResult:
         setup.model,
         dtype=setup.dtype,
         load_format=setup.load_format,
-        block_size=setup.block_size,
+        device=setup.device,
         max_num_seqs=setup.batch,
-        max_num_batched_tokens=setup.max_num_batched_tokens,
         max_model_len=setup.prompt_len + setup.new_tokens,
         enable_prefix_caching=False,
         seed=setup.seed,
+        **setup.engine,
     )
     load_seconds = time.perf_counter() - started
+    llm.engine.warm_up()
     _run(llm, setup, new_tokens=2)
     outputs = _run(llm, setup, new_tokens=setup.new_tokens)
     for output in outputs:
@@ -105,7 +107,6 @@ def run_bench(setup: BenchSetup) -> BenchResult:
 
 def print_report(setup: BenchSetup, result: BenchResult) -> None:
     """A table, then everything as one line of JSON."""
-    import torch
     from rich.console import Console
     from rich.table import Table
 
@@ -118,12 +119,21 @@ def print_report(setup: BenchSetup, result: BenchResult) -> None:
     table.add_row("output", f"{result.output_rate:.1f} tokens/s")
     table.add_row("first token, mean", f"{result.mean_time_to_first_token * 1000:.0f} ms")
     Console().print(table)
-    machine = {
+    print(json.dumps({"setup": asdict(setup), "result": asdict(result), "machine": machine()}))
+
+
+def machine() -> dict[str, str]:
+    """What a measurement was made on."""
+    import torch
+
+    found = {
         "processor": platform.processor() or platform.machine(),
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
-    print(json.dumps({"setup": asdict(setup), "result": asdict(result), "machine": machine}))
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+    return found
 
 
 def _run(llm: LLM, setup: BenchSetup, new_tokens: int) -> Sequence[RequestOutput]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -72,6 +73,9 @@ Model = Annotated[
 ]
 DType = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 LoadFormat = Annotated[str, typer.Option(help="auto, safetensors, gguf or dummy.")]
+Device = Annotated[
+    str | None, typer.Option(help="cpu, cuda or cuda:<index>; a GPU if there is one.")
+]
 MaxTokens = Annotated[int, typer.Option(help="Tokens to generate at most.")]
 Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token each time.")]
 TopK = Annotated[int, typer.Option(help="Draw among the k likeliest tokens; 0 is off.")]
@@ -121,6 +125,7 @@ def generate(
     seed: Seed = 0,
     stop: Stop = None,
     dtype: DType = "auto",
+    device: Device = None,
     load_format: LoadFormat = "auto",
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the prompt as it is, without chat template.")
@@ -138,7 +143,7 @@ def generate(
         stop=stop or [],
     )
     text = _from_stdin(lambda: sys.stdin.read()) if prompt == "-" else prompt
-    llm = _load(model, dtype, load_format, seed)
+    llm = _load(model, dtype, device, load_format, seed)
     is_chat = not raw and llm.tokenizer is not None and llm.tokenizer.has_chat_template
     question = [{"role": "user", "content": text}] if is_chat else text
     output = None
@@ -163,6 +168,7 @@ def chat(
     seed: Seed = 0,
     stop: Stop = None,
     dtype: DType = "auto",
+    device: Device = None,
     load_format: LoadFormat = "auto",
 ) -> None:
     """Talk with the model, turn by turn; /clear forgets, /exit ends, Ctrl-C stops a reply."""
@@ -176,7 +182,7 @@ def chat(
         seed=seed,
         stop=stop or [],
     )
-    llm = _load(model, dtype, load_format, seed)
+    llm = _load(model, dtype, device, load_format, seed)
     if llm.tokenizer is None or not llm.tokenizer.has_chat_template:
         raise RequestError(
             f"{llm.name} has no chat template: flashpage generate --raw continues a text with it"
@@ -205,33 +211,75 @@ def chat(
 @app.command()
 @_report_errors
 def bench(
+    workload: Annotated[
+        str,
+        typer.Argument(
+            help="batch (sizes by options), mixed, single, start, sweep, prefix, interference, "
+            "pressure or ablation."
+        ),
+    ] = "batch",
     model: Model = None,
-    batch: Annotated[int, typer.Option(min=1, help="Requests at the same time.")] = 8,
-    prompt_len: Annotated[int, typer.Option(min=1, help="Prompt tokens of each.")] = 256,
-    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate for each.")] = 64,
-    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Tokens per step.")] = 512,
-    block_size: Annotated[int, typer.Option(min=1, help="Tokens per page.")] = 16,
+    batch: Annotated[int, typer.Option(min=1, help="batch: requests at the same time.")] = 8,
+    prompt_len: Annotated[int, typer.Option(min=1, help="batch: prompt tokens of each.")] = 256,
+    new_tokens: Annotated[int, typer.Option(min=2, help="batch: tokens for each.")] = 64,
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens per step; the device's default.")
+    ] = None,
+    block_size: Annotated[
+        int | None, typer.Option(min=1, help="Tokens per page; the device's default.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Medians of so many.")] = 3,
+    scale: Annotated[
+        float, typer.Option(min=0.001, max=1, help="Shrink the workloads' sizes.")
+    ] = 1.0,
+    device: Device = None,
+    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")] = False,
+    no_overlap: Annotated[
+        bool, typer.Option("--no-overlap", help="Wait for each step before the next.")
+    ] = False,
     seed: Seed = 0,
     dtype: DType = "auto",
     load_format: LoadFormat = "auto",
 ) -> None:
     """Measure the engine: prints the set-up, a table, and one JSON line last."""
-    from flashpage.bench import BenchSetup, print_report, run_bench
+    from flashpage import bench as measuring
+    from flashpage import workloads
 
-    setup = BenchSetup(
-        model=model,
-        batch=batch,
-        prompt_len=prompt_len,
-        new_tokens=new_tokens,
-        max_num_batched_tokens=max_num_batched_tokens,
-        block_size=block_size,
-        seed=seed,
-        dtype=dtype,
-        load_format=load_format,
+    known = ("batch", *workloads.WORKLOADS)
+    if workload not in known:
+        raise ArgumentError(f"WORKLOAD = {workload!r} must be one of {', '.join(known)}")
+    engine: dict[str, Any] = {"enforce_eager": enforce_eager}
+    if no_overlap:
+        engine["overlap"] = False
+    if max_num_batched_tokens is not None:
+        engine["max_num_batched_tokens"] = max_num_batched_tokens
+    if block_size is not None:
+        engine["block_size"] = block_size
+    common = {"model": model, "seed": seed, "dtype": dtype, "load_format": load_format}
+    if workload == "batch":
+        setup = measuring.BenchSetup(
+            **common,
+            batch=batch,
+            prompt_len=prompt_len,
+            new_tokens=new_tokens,
+            device=device,
+            engine=engine,
+        )
+        for name, value in asdict(setup).items():
+            typer.echo(f"{name}: {'default' if value is None else value}")
+        measuring.print_report(setup, measuring.run_bench(setup))
+        return
+    progress = lambda line: typer.echo(f"  {line}", err=True)  # noqa: E731
+    options = workloads.Options(
+        **common, device=device, rounds=rounds, scale=scale, engine=engine, progress=progress
     )
-    for name, value in asdict(setup).items():
+    shown = {"workload": workload, **common, "device": device, "rounds": rounds, "scale": scale}
+    for name, value in (shown | engine).items():
         typer.echo(f"{name}: {'default' if value is None else value}")
-    print_report(setup, run_bench(setup))
+    rows = workloads.WORKLOADS[workload](options)
+    workloads.print_rows(rows)
+    machine = measuring.machine()
+    typer.echo(json.dumps({"setup": shown | engine, "results": rows, "machine": machine}))
 
 
 @app.command()
@@ -375,11 +423,13 @@ def _sampling_params(**fields: Any) -> SamplingParams:
     return SamplingParams(**fields)
 
 
-def _load(model: str | None, dtype: str, load_format: str, seed: int) -> LLM:
+def _load(model: str | None, dtype: str, device: str | None, load_format: str, seed: int) -> LLM:
     from flashpage.engine.llm import LLM
 
     # One conversation at a time: a cache for one sequence is enough.
-    return LLM(model, dtype=dtype, load_format=load_format, seed=seed, max_num_seqs=1)
+    return LLM(
+        model, dtype=dtype, device=device, load_format=load_format, seed=seed, max_num_seqs=1
+    )
 
 
 def _lines() -> Iterator[str]:

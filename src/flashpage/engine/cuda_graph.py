@@ -162,6 +162,12 @@ class DecodeGraphs:
         graph.replay()
         return logits
 
+    def capture_all(self) -> None:
+        """Capture what has not been needed yet, the largest first: its memory serves the others."""
+        for size in reversed(self._sizes):
+            if size not in self._graphs:
+                self._graphs[size] = self._new_graph(size)
+
     def _new_graph(self, size: int) -> tuple[Graph, Tensor]:
         inputs = Inputs.of(self._buffer, size, self._table_width)
         # What runs before the first replay: rows that pad; the last step's tokens are kept.

@@ -55,6 +55,7 @@ class Engine:
         self.eos_token_ids = frozenset(
             token_id for token_id in model.config.eos_token_ids if 0 <= token_id < self.vocab_size
         )
+        self.model = model
         self.kv_cache = allocate_kv_cache(model.config, config)
         self._scheduler = Scheduler(config)
         self._runner = Runner(model, self.kv_cache, config, self.eos_token_ids)
@@ -62,6 +63,9 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._num_requests = 0
         self._num_generated = 0
+        self._num_steps = 0
+        self._step_seconds = 0.0
+        self._wait_seconds = 0.0
 
     def add_request(
         self,
@@ -155,6 +159,7 @@ class Engine:
 
         With `overlap` they come from the step before: the first one returns nothing.
         """
+        began = time.perf_counter()
         overlap = self.config.overlap
         launched = False
         if not self._in_flight or (overlap and len(self._in_flight) == 1 and self._may_go_ahead()):
@@ -162,10 +167,23 @@ class Engine:
         num_running_on = 1 if overlap and launched else 0
         outputs: list[RequestOutput] = []
         while len(self._in_flight) > num_running_on:
+            waited = time.perf_counter()
             results = self._in_flight[0].wait()
+            self._wait_seconds += time.perf_counter() - waited
             self._in_flight.popleft()
             outputs += self._postprocess(results)
+        self._step_seconds += time.perf_counter() - began
         return outputs
+
+    def warm_up(self) -> None:
+        """Compile and load every kernel and capture every CUDA graph now rather than when a
+        request first needs them. Does nothing on a CPU."""
+        self._runner.warm_up()
+
+    def clear_prefix_cache(self) -> None:
+        """Forget which pages hold which tokens, so that no later request can share them."""
+        if self._scheduler.prefix_cache is not None:
+            self._scheduler.prefix_cache.clear()
 
     def has_unfinished(self) -> bool:
         """Whether a step would do something."""
@@ -181,7 +199,11 @@ class Engine:
             pages_total=scheduler.pool.num_blocks,
             prefix_hit_tokens=scheduler.num_hit_tokens,
             preemptions=scheduler.num_preemptions,
+            preempted_tokens=scheduler.num_preempted_tokens,
             tokens_generated=self._num_generated,
+            steps=self._num_steps,
+            host_seconds=self._step_seconds - self._wait_seconds,
+            wait_seconds=self._wait_seconds,
         )
 
     def check(self) -> None:
@@ -211,6 +233,7 @@ class Engine:
             return False
         launch = self._runner.launch(chunks)
         self._in_flight.append(launch)
+        self._num_steps += 1
         for chunk in chunks:
             self._scheduler.launched(chunk)
         for row, sequence in enumerate(launch.sampling):

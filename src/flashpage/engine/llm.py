@@ -59,7 +59,8 @@ class LLM:
     Args:
         model: what `flashpage.weights.load.load_model` takes: a directory, a .gguf file, a Hub id,
             a config with `load_format="dummy"`, or None for the default model.
-        dtype, device, load_format, tokenizer: as in `load_model`.
+        dtype, load_format, tokenizer: as in `load_model`.
+        device: where the model runs; None takes the GPU if torch finds one.
         block_size: tokens per page of the KV cache; None takes 16, or 64 on a GPU, whose prefill
             reads pages of 64 in one piece.
         num_blocks: pages of the KV cache; else as many as fit into `kv_cache_memory` bytes; else
@@ -86,7 +87,7 @@ class LLM:
         model: str | os.PathLike[str] | Mapping[str, Any] | None = None,
         *,
         dtype: str | torch.dtype = "auto",
-        device: str | torch.device = "cpu",
+        device: str | torch.device | None = None,
         load_format: str = "auto",
         tokenizer: Tokenizer | str | os.PathLike[str] | None = None,
         block_size: int | None = None,
@@ -101,6 +102,8 @@ class LLM:
         seed: int = 0,
     ) -> None:
         check_seed(seed)
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
         device = check_device(device)
         defaults = GPU_DEFAULTS if device.type == "cuda" else CPU_DEFAULTS
         loaded = load_model(

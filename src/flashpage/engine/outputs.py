@@ -140,7 +140,14 @@ class StreamPiece:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """What the engine holds now and has done so far. Sequences are counted: n per request."""
+    """What the engine holds now and has done so far. Sequences are counted: n per request.
+
+    Attributes:
+        preempted_tokens: computed tokens that preemption threw away.
+        steps: batches that were launched.
+        host_seconds: in steps, without the waiting.
+        wait_seconds: in steps, until the device was ready.
+    """
 
     num_running: int
     num_waiting: int
@@ -148,4 +155,8 @@ class EngineStats:
     pages_total: int
     prefix_hit_tokens: int
     preemptions: int
+    preempted_tokens: int
     tokens_generated: int
+    steps: int
+    host_seconds: float
+    wait_seconds: float

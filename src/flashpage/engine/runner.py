@@ -140,6 +140,27 @@ class Runner:
         sampled = self._sample(hidden[rows], sequences)
         return Launch(chunks, scores, sequences, sampled)
 
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Run what steps are made of once, on tokens that are not stored; not on a CPU."""
+        if self._device.type == "cpu":
+            return
+        num_tokens = self._config.max_num_batched_tokens
+        ids = torch.zeros(num_tokens, dtype=torch.int64, device=self._device)
+        for context in (0, 1):  # fresh keys, and keys in pages
+            pages = [0] * self._config.num_pages(context + num_tokens)
+            metadata = build_attention_metadata(
+                [SequenceSlice(context, num_tokens, pages)], self._kv_cache.block_size, self._device
+            )
+            metadata.slot_mapping.fill_(-1)
+            hidden = self._model(
+                ids, torch.arange(num_tokens, device=self._device), self._kv_cache, metadata
+            )
+            self._model.compute_logits(hidden[:1])
+        if self._graphs is not None:
+            self._graphs.capture_all()
+        torch.cuda.synchronize(self._device)
+
     def _is_decode(self, chunks: SequenceOf[Chunk]) -> bool:
         """Whether every chunk is one token that another one follows."""
         return all(

@@ -51,6 +51,7 @@ class Scheduler:
         self.waiting: OrderedDict[int, Sequence] = OrderedDict()  # by id(sequence), first come
         self.running: list[Sequence] = []  # in the order of admission
         self.num_preemptions = 0
+        self.num_preempted_tokens = 0
         self.num_hit_tokens = 0
 
     def add(self, sequences: Iterable[Sequence]) -> None:
@@ -184,8 +185,9 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
-        self._release(sequence)
         self.num_preemptions += 1
+        self.num_preempted_tokens += sequence.num_computed_tokens
+        self._release(sequence)
         self.add_first([sequence])
 
     def _release(self, sequence: Sequence) -> None:

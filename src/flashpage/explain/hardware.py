@@ -155,7 +155,7 @@ def measure_this_machine(dtype: str, *, seconds: float = 0.5) -> Device:
         name=THIS,
         title=title,
         **peaks,
-        bandwidth=_copy_bandwidth(where, seconds) / 1e9,
+        bandwidth=copy_bandwidth(where, seconds) / 1e9,
         l2=l2,
         source=f"measured: a matrix product in {dtype} and a copy, torch {torch.__version__}"
         + threads,
@@ -204,7 +204,7 @@ def _product_flops(dtype: torch.dtype, device: torch.device, seconds: float) -> 
         size *= 2
 
 
-def _copy_bandwidth(device: torch.device, seconds: float) -> float:
+def copy_bandwidth(device: torch.device, seconds: float) -> float:
     """Bytes per second of a copy too large for caches, read and written bytes both counted."""
     source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)

@@ -18,7 +18,7 @@ from flashpage.models.config import ModelConfig
 from flashpage.models.registry import build_model
 from flashpage.weights import default_model
 from flashpage.weights.assign import assign_weights
-from flashpage.weights.dummy import dummy_tensors
+from flashpage.weights.dummy import CONFIGS, dummy_tensors
 from flashpage.weights.gguf import GGUFFile
 from flashpage.weights.gguf_tokenizer import tokenizer_from_gguf
 from flashpage.weights.hub import fetch_from_hub
@@ -78,7 +78,7 @@ def load_model(
     Args:
         model: a directory with `config.json` and safetensors, a `.gguf` file, an id on the
             Hugging Face Hub, or None for the default model; with `load_format="dummy"` also the
-            contents of a `config.json` or its path.
+            contents of a `config.json` or its path, or a name of `flashpage.weights.dummy.CONFIGS`.
         dtype: of the weights and activations: "float32", "bfloat16", "float16" or a torch dtype.
             "auto" is bfloat16 on CPUs that have instructions for it and float32 on others, and
             the checkpoint's own dtype on a GPU.
@@ -193,6 +193,8 @@ def _open_dummy(model: ModelSource) -> _Checkpoint:
         return _Checkpoint("dummy", ModelConfig.from_hf(model), None, lambda: None)
     if model is None:
         raise ArgumentError("load_format='dummy' needs a config: pass a dict or a path")
+    if isinstance(model, str) and model in CONFIGS:
+        return _Checkpoint(model, ModelConfig.from_hf(CONFIGS[model]), None, lambda: None)
     path = _as_path(model)
     if path.is_file():
         return _Checkpoint(path.stem, ModelConfig.from_hf(read_json(path)), None, lambda: None)
