@@ -1,4 +1,4 @@
-"""The engine's attention layer: write K and V to the pages, then attend through the right door.
+"""The engine's attention layer: through the right door to keys and values that are in the pages.
 
 `AttentionMetadata` says, once per step and for all layers, where each token's K and V go and
 which pages each sequence reads.
@@ -172,17 +172,16 @@ class PagedAttention(nn.Module):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, kv_cache: KVCache, metadata: AttentionMetadata
     ) -> Tensor:
-        """Store k and v, then attend.
+        """Attend.
 
         Args:
             q: `[num_tokens, num_q_heads, head_dim]`, position embedding applied.
-            k, v: `[num_tokens, num_kv_heads, head_dim]`.
+            k, v: `[num_tokens, num_kv_heads, head_dim]`, in the cache already.
 
         Returns:
             `[num_tokens, num_q_heads * head_dim]`.
         """
         k_cache, v_cache = kv_cache.k[self.layer_index], kv_cache.v[self.layer_index]
-        store_kvcache(k, v, k_cache, v_cache, metadata.slot_mapping)
         parts = []
         if metadata.decode is not None:
             d = metadata.decode

@@ -1,19 +1,25 @@
 """The small steps between products, each in one pass over its rows; knows no model.
 
-On a CPU with numba: one kernel each, computed in float32 and rounded once. Elsewhere: the same in
-torch operators, which are also what the kernels are tested against.
+On a CPU with numba and on a GPU with Triton: one kernel each, computed in float32 and rounded once.
+Elsewhere: the same in torch operators, which are also what the kernels are tested against.
 """
 
 from __future__ import annotations
+
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from flashpage.attention.cpu.numba_runtime import KINDS, call, kernels, why_unavailable
+from flashpage.attention.triton.runtime import why_no_triton
+from flashpage.cache.kv_cache import store_kvcache
 
 SERIAL_WORK = 2**14
 """Elements up to which one thread is faster than waking others."""
+
+_GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _KERNELS = "flashpage.layers.numba_kernels"
 
@@ -32,12 +38,30 @@ def _can_fuse(*tensors: Tensor) -> bool:
     )
 
 
+def _on_gpu(*tensors: Tensor) -> bool:
+    """Whether the Triton kernels can work on these."""
+    return (
+        all(x.device.type == "cuda" and x.dtype in _GPU_DTYPES for x in tensors)
+        and not any(x.requires_grad for x in tensors)
+        and not torch.compiler.is_compiling()
+        and why_no_triton() is None
+    )
+
+
+def _triton() -> ModuleType:
+    from flashpage.layers import triton_kernels
+
+    return triton_kernels
+
+
 def _threads(work: int) -> int:
     return 1 if work <= SERIAL_WORK else torch.get_num_threads()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, `[..., size]`."""
+    if _on_gpu(x, weight):
+        return _triton().add_rms_norm(x, None, weight, eps)[0]
     if not _can_fuse(x, weight):
         return rms_norm_torch(x, weight, eps)
     x = x.contiguous()
@@ -48,6 +72,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`(rms_norm(x + residual), x + residual)`, the sum rounded to the dtype of x first."""
+    if _on_gpu(x, residual, weight):
+        return _triton().add_rms_norm(x, residual, weight, eps)
     if not _can_fuse(x, residual, weight):
         return add_rms_norm_torch(x, residual, weight, eps)
     x, residual = x.contiguous(), residual.contiguous()
@@ -83,6 +109,8 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     Returns:
         `[..., size]`, in the dtype of the input.
     """
+    if _on_gpu(gate_up):
+        return _triton().silu_and_mul(gate_up)
     if not _can_fuse(gate_up):
         return silu_and_mul_torch(gate_up)
     gate_up = gate_up.contiguous()
@@ -129,6 +157,51 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         KINDS[x.dtype],
     )
     return out
+
+
+def rotate_and_store(
+    qkv: Tensor,
+    num_q_heads: int,
+    num_kv_heads: int,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Make queries and keys ready for the scores, and write keys and values to the cache.
+
+    Args:
+        qkv: `[num_tokens, num_q_heads + 2 * num_kv_heads, head_dim]`; may be changed in place.
+        q_weight, k_weight: `[head_dim]`, of the norms of each head (Qwen3), or None.
+        eps: of the norms.
+        cos, sin: `[num_tokens, 1, head_dim]`, as in `rope`.
+        k_cache, v_cache, slot_mapping: as in `store_kvcache`.
+
+    Returns:
+        q `[num_tokens, num_q_heads, head_dim]`, k and v `[num_tokens, num_kv_heads, head_dim]`.
+    """
+    fits = (
+        qkv.shape[-1] % 2 == 0 and qkv.stride(-1) == k_cache.stride(-1) == v_cache.stride(-1) == 1
+    )
+    if fits and _on_gpu(qkv, cos, sin, k_cache, v_cache):
+        return _triton().rotate_and_store(
+            qkv, num_q_heads, num_kv_heads, q_weight, k_weight, eps, cos, sin, k_cache, v_cache,
+            slot_mapping,
+        )  # fmt: skip
+    qk, v = qkv.split((num_q_heads + num_kv_heads, num_kv_heads), dim=1)
+    if q_weight is None or k_weight is None:
+        # q and k turn by the same angles: one call serves both.
+        q, k = rope(qk, cos, sin).split((num_q_heads, num_kv_heads), dim=1)
+    else:
+        q, k = qk.split((num_q_heads, num_kv_heads), dim=1)
+        q = rope(rms_norm(q, q_weight, eps), cos, sin)
+        k = rope(rms_norm(k, k_weight, eps), cos, sin)
+    store_kvcache(k, v, k_cache, v_cache, slot_mapping)
+    return q, k, v
 
 
 def load_kernels() -> None:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from flashpage.attention.triton.runtime import why_no_triton
+
 # Rows with top_k or top_p are ranked over this many candidates first; sorting a whole vocabulary
 # takes 10 times longer and is hardly ever needed. A row's own logits decide how far it goes.
 CANDIDATES = (256, 4096)
@@ -129,6 +131,17 @@ def sample_plain(logits: Tensor, temperature: Tensor, min_p: Tensor, uniform: Te
     Returns:
         int64 `[num_rows]`: what `sample` chooses, or -1 where that gives an error.
     """
+    if logits.device.type == "cuda" and why_no_triton() is None:
+        from flashpage.layers import triton_sampler
+
+        return triton_sampler.sample_plain(logits, temperature, min_p, uniform)
+    return sample_plain_torch(logits, temperature, min_p, uniform)
+
+
+def sample_plain_torch(
+    logits: Tensor, temperature: Tensor, min_p: Tensor, uniform: Tensor
+) -> Tensor:
+    """`sample_plain` in torch operators."""
     logits = logits.float()
     top = logits.amax(dim=-1, keepdim=True)
     drawing = temperature > 0

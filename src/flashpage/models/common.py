@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from flashpage.cache.kv_cache import KVCache
 from flashpage.layers.attention import AttentionMetadata, PagedAttention
 from flashpage.layers.embedding import Embedding
-from flashpage.layers.fused import silu_and_mul
+from flashpage.layers.fused import rotate_and_store, silu_and_mul
 from flashpage.layers.linear import Linear
 from flashpage.layers.norm import RMSNorm
-from flashpage.layers.rope import RotaryEmbedding, Rotation, apply_rope
+from flashpage.layers.rope import RotaryEmbedding, Rotation
 from flashpage.models.config import ModelConfig
 
 
@@ -46,15 +46,22 @@ class Attention(nn.Module):
     ) -> Tensor:
         """`[T, hidden_size]` -> `[T, hidden_size]`."""
         qkv = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))
-        qk, v = qkv.split((self.num_q_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
-        q, k = self.rotate(qk, rotation)
+        layer = self.attention.layer_index
+        q, k, v = rotate_and_store(
+            qkv,
+            self.num_q_heads,
+            self.num_kv_heads,
+            *self.head_norms(),
+            *rotation,
+            kv_cache.k[layer],
+            kv_cache.v[layer],
+            metadata.slot_mapping,
+        )
         return self.o_proj(self.attention(q, k, v, kv_cache, metadata))
 
-    def rotate(self, qk: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """`[T, num_q_heads + num_kv_heads, head_dim]` -> q and k, ready for the scores."""
-        # q and k turn by the same angles: one call serves both.
-        q, k = apply_rope(qk, rotation).split((self.num_q_heads, self.num_kv_heads), dim=1)
-        return q, k
+    def head_norms(self) -> tuple[Tensor | None, Tensor | None, float]:
+        """Weights `[head_dim]` of the norms of q's and k's heads, and their epsilon."""
+        return None, None, 0.0
 
 
 class GatedMlp(nn.Module):

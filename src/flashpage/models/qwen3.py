@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from flashpage.layers.norm import RMSNorm
-from flashpage.layers.rope import Rotation, apply_rope
 from flashpage.models.common import Attention, DecoderModel
 from flashpage.models.config import ModelConfig
 
@@ -21,10 +20,9 @@ class Qwen3Attention(Attention):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype=dtype, device=device)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype=dtype, device=device)
 
-    def rotate(self, qk: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """`[T, num_q_heads + num_kv_heads, head_dim]` -> q and k, ready for the scores."""
-        q, k = qk.split((self.num_q_heads, self.num_kv_heads), dim=1)
-        return apply_rope(self.q_norm(q), rotation), apply_rope(self.k_norm(k), rotation)
+    def head_norms(self) -> tuple[Tensor | None, Tensor | None, float]:
+        """Weights `[head_dim]` of the norms of q's and k's heads, and their epsilon."""
+        return self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
 
 
 class Qwen3ForCausalLM(DecoderModel):

@@ -40,6 +40,8 @@ from flashpage.attention.triton.backward import backward
 from flashpage.attention.triton.cache import append_kv, store_kv
 from flashpage.attention.triton.decode import decode
 from flashpage.attention.triton.forward import forward
+from flashpage.layers.triton_kernels import add_rms_norm, rotate_and_store, silu_and_mul
+from flashpage.layers.triton_sampler import sample_plain
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 CAPABILITIES = (80, 86, 89, 90, 100, 120)
@@ -209,6 +211,20 @@ def compile_cache(dtype: torch.dtype, head_dim: int, block_size: int) -> None:
     store_kv(k[:, 0], k[:, 0], pages, pages, torch.zeros(2, dtype=torch.int64))
 
 
+def compile_layers(dtype: torch.dtype) -> None:
+    """The engine's small kernels, at the sizes of Qwen3-0.6B."""
+    x = torch.empty(2, 1024, dtype=dtype)
+    add_rms_norm(x, x, x[0], 1e-6)
+    silu_and_mul(torch.empty(2, 6144, dtype=dtype))
+    qkv, angles = torch.empty(2, 32, 128, dtype=dtype), torch.empty(2, 1, 128, dtype=dtype)
+    pages = torch.empty(8, 64, 8, 128, dtype=dtype)
+    weight, slots = torch.empty(128, dtype=dtype), torch.zeros(2, dtype=torch.int32)
+    rotate_and_store(qkv, 16, 8, weight, weight, 1e-6, angles, angles, pages, pages, slots)
+    rotate_and_store(qkv, 16, 8, None, None, 0.0, angles, angles, pages, pages, slots)
+    wishes = torch.empty(2), torch.empty(2), torch.empty(2, dtype=torch.float64)
+    sample_plain(torch.empty(2, 151936, dtype=dtype), *wishes)
+
+
 @dataclass(frozen=True)
 class Case:
     """One call, compiled for one capability. `main`: its kernels must not spill."""
@@ -239,6 +255,8 @@ def representative() -> Iterator[Case]:
     yield Case("forward varlen d 64", 90, lambda: compile_forward("varlen", FP16, 64), True)
     yield Case("forward pages of 16", 90, lambda: compile_forward("paged", BF16, 128, 16), True)
     yield Case("forward pages of 256", 90, lambda: compile_forward("paged", BF16, 128, 256), True)
+    for capability in (80, 90):
+        yield Case("layers", capability, lambda: compile_layers(BF16), True)
     yield Case("cache", 90, lambda: compile_cache(BF16, 128, 16), True)
     options = {"window_left": 64, "window_right": 8, "has_alibi": True, "softcap": 20.0}
     yield Case("forward options", 86, lambda: compile_forward("varlen", FP16, 80, **options))

@@ -1,0 +1,225 @@
+"""The small steps between products as Triton kernels, one launch each; knows no model.
+
+Computed in float32 and rounded once. What a row gives depends on that row alone. The same in torch
+stands in `fused`, and is what these are tested against.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flashpage.attention.triton import runtime
+from flashpage.attention.triton.arguments import cdiv, next_power_of_2
+
+BLOCK = 1024
+"""elements of a program, where a program has no row of its own"""
+HEADS = 8
+"""heads of a program that rotates"""
+
+
+@triton.jit
+def _add_rms_norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    total_ptr,
+    stride_x,
+    stride_residual,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < SIZE
+    x = tl.load(x_ptr + row * stride_x + columns, mask=mask, other=0.0)
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + row * stride_residual + columns, mask=mask, other=0.0)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+        tl.store(total_ptr + row * SIZE + columns, x, mask=mask)
+    x = x.to(tl.float32)
+    scale = 1.0 / tl.sqrt_rn(tl.sum(x * x, 0) / SIZE + eps)
+    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    out = x * scale * weight
+    tl.store(out_ptr + row * SIZE + columns, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """`(rms_norm(x + residual), x + residual)`; without a residual `(rms_norm(x), x)`.
+
+    x, residual: `[..., size]`; the results are contiguous.
+    """
+    size = x.shape[-1]
+    rows = _as_rows(x)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = torch.empty_like(out) if residual is not None else x
+    others = _as_rows(residual) if residual is not None else None
+    if out.numel() > 0:
+        block = next_power_of_2(size)
+        with runtime.on_device(x.device):
+            _add_rms_norm_kernel[(rows.shape[0],)](
+                rows,
+                others,
+                weight,
+                out,
+                total,
+                rows.stride(0),
+                0 if others is None else others.stride(0),
+                eps,
+                SIZE=size,
+                BLOCK=block,
+                num_warps=min(max(block // 256, 1), 16),
+            )
+    return out, total
+
+
+def _as_rows(x: Tensor) -> Tensor:
+    """`[rows, size]` with dense columns: a view where that is possible."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
+
+
+@triton.jit(do_not_specialize=["count"])
+def _silu_and_mul_kernel(x_ptr, out_ptr, stride, size, count, BLOCK: tl.constexpr):
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = places < count
+    row, column = places // size, places % size
+    gate = tl.load(x_ptr + row * stride + column, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * stride + size + column, mask=mask, other=0.0).to(tl.float32)
+    out = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out_ptr + places, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """`[..., 2 * size]` -> `[..., size]`, contiguous: `silu(first half) * second half`."""
+    rows = _as_rows(gate_up)
+    size = gate_up.shape[-1] // 2
+    out = torch.empty(*gate_up.shape[:-1], size, dtype=gate_up.dtype, device=gate_up.device)
+    if out.numel() > 0:
+        with runtime.on_device(gate_up.device):
+            _silu_and_mul_kernel[(cdiv(out.numel(), BLOCK),)](
+                rows, out, rows.stride(0), size, out.numel(), BLOCK=BLOCK
+            )
+    return out
+
+
+@triton.jit
+def _rotate_and_store_kernel(
+    qkv_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    slots_ptr,
+    eps,
+    stride_token,
+    stride_head,
+    stride_k_page,
+    stride_k_place,
+    stride_k_head,
+    stride_v_page,
+    stride_v_place,
+    stride_v_head,
+    page_size,
+    NUM_Q_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):
+    NUM_HEADS: tl.constexpr = NUM_Q_HEADS + 2 * NUM_KV_HEADS
+    PARTS: tl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
+    dtype: tl.constexpr = qkv_ptr.dtype.element_ty
+    token = (tl.program_id(0) // PARTS).to(tl.int64)
+    heads = tl.program_id(0) % PARTS * BLOCK_H + tl.arange(0, BLOCK_H)
+    dims = tl.arange(0, BLOCK_HALF)[None, :]
+    inside = dims < HALF
+    real = (heads < NUM_HEADS)[:, None] & inside
+    is_k = ((heads >= NUM_Q_HEADS) & (heads < NUM_Q_HEADS + NUM_KV_HEADS))[:, None]
+    is_v = (heads >= NUM_Q_HEADS + NUM_KV_HEADS)[:, None]
+
+    place = qkv_ptr + token * stride_token + heads.to(tl.int64)[:, None] * stride_head + dims
+    a = tl.load(place, mask=real, other=0.0)
+    b = tl.load(place + HALF, mask=real, other=0.0)
+    x, y = a.to(tl.float32), b.to(tl.float32)
+    if q_weight_ptr is not None:
+        squares = tl.sum(x * x, 1) + tl.sum(y * y, 1)
+        scale = (1.0 / tl.sqrt_rn(squares / (2 * HALF) + eps))[:, None]
+        q_a = tl.load(q_weight_ptr + dims, mask=inside, other=0.0).to(tl.float32)
+        q_b = tl.load(q_weight_ptr + HALF + dims, mask=inside, other=0.0).to(tl.float32)
+        k_a = tl.load(k_weight_ptr + dims, mask=inside, other=0.0).to(tl.float32)
+        k_b = tl.load(k_weight_ptr + HALF + dims, mask=inside, other=0.0).to(tl.float32)
+        # Rounded between the norm and the rotation, as where they are two steps.
+        x = (x * scale * tl.where(is_k, k_a, q_a)).to(dtype).to(tl.float32)
+        y = (y * scale * tl.where(is_k, k_b, q_b)).to(dtype).to(tl.float32)
+    angle = token * (2 * HALF) + dims
+    cos_a = tl.load(cos_ptr + angle, mask=inside, other=0.0).to(tl.float32)
+    cos_b = tl.load(cos_ptr + HALF + angle, mask=inside, other=0.0).to(tl.float32)
+    sin_a = tl.load(sin_ptr + angle, mask=inside, other=0.0).to(tl.float32)
+    sin_b = tl.load(sin_ptr + HALF + angle, mask=inside, other=0.0).to(tl.float32)
+    a = tl.where(is_v, a, (x * cos_a + y * sin_a).to(dtype))
+    b = tl.where(is_v, b, (y * cos_b + x * sin_b).to(dtype))
+    rotated = real & (heads < NUM_Q_HEADS + NUM_KV_HEADS)[:, None]
+    tl.store(place, a, mask=rotated)
+    tl.store(place + HALF, b, mask=rotated)
+
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    page, in_page = slot // page_size, slot % page_size
+    stored = slot >= 0
+    head = (heads - NUM_Q_HEADS).to(tl.int64)[:, None]
+    target = k_cache_ptr + page * stride_k_page + in_page * stride_k_place + head * stride_k_head
+    tl.store(target + dims, a, mask=real & is_k & stored)
+    tl.store(target + HALF + dims, b, mask=real & is_k & stored)
+    head -= NUM_KV_HEADS
+    target = v_cache_ptr + page * stride_v_page + in_page * stride_v_place + head * stride_v_head
+    tl.store(target + dims, a, mask=real & is_v & stored)
+    tl.store(target + HALF + dims, b, mask=real & is_v & stored)
+
+
+def rotate_and_store(
+    qkv: Tensor,
+    num_q_heads: int,
+    num_kv_heads: int,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `fused.rotate_and_store`; q and k are changed in place, and views of `qkv` returned."""
+    num_tokens, num_heads, head_dim = qkv.shape
+    if num_tokens > 0:
+        with runtime.on_device(qkv.device):
+            _rotate_and_store_kernel[(num_tokens * cdiv(num_heads, HEADS),)](
+                qkv,
+                q_weight,
+                k_weight,
+                cos,
+                sin,
+                k_cache,
+                v_cache,
+                slot_mapping,
+                eps,
+                *qkv.stride()[:2],
+                *k_cache.stride()[:3],
+                *v_cache.stride()[:3],
+                k_cache.shape[1],
+                NUM_Q_HEADS=num_q_heads,
+                NUM_KV_HEADS=num_kv_heads,
+                HALF=head_dim // 2,
+                BLOCK_H=HEADS,
+                BLOCK_HALF=next_power_of_2(head_dim // 2),
+            )
+    q, k, v = qkv.split((num_q_heads, num_kv_heads, num_kv_heads), dim=1)
+    return q, k, v
