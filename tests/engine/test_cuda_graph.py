@@ -1,4 +1,4 @@
-"""Graphs of decode steps: ladder, padding, and the same tokens as without them.
+"""Graphs of whole steps: ladder, padding, and the same tokens as without them.
 
 Without a GPU a "graph" is a function that is called again: inputs, padding and results lie in the
 same memory as for a CUDA graph.
@@ -7,14 +7,13 @@ same memory as for a CUDA graph.
 from __future__ import annotations
 
 import random
-from bisect import bisect_left
 
 import numpy as np
 import pytest
 import torch
 
 from flashpage.engine.config import EngineConfig
-from flashpage.engine.cuda_graph import Inputs, ladder, padded_rows
+from flashpage.engine.cuda_graph import CHUNKS, Inputs, Ladder, Shape
 from flashpage.engine.engine import Engine
 from flashpage.engine.plain_sampling import mix_seeds
 from flashpage.engine.request import mix_seed
@@ -103,8 +102,9 @@ def test_the_same_tokens_as_without_graphs(config, overlap, num_blocks):
     capture = Again()
     engine = make_engine(config, capture, overlap=overlap, num_blocks=num_blocks)
     assert run(engine, requests) == expected
-    assert 1 < capture.captured <= len(ladder(11))
-    assert capture.replayed > 10
+    assert capture.captured > 3
+    # Every step, those with chunks of prompts too.
+    assert capture.replayed == engine.stats().steps
     assert (engine.stats().preemptions > 0) == (num_blocks == 30)
 
 
@@ -113,34 +113,53 @@ def test_rows_that_pad_write_nothing():
     engine = make_engine(LLAMA, capture, max_num_seqs=3, enable_prefix_caching=False)
     params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
     run(engine, [([5, 6, 7 + i], params) for i in range(3)])
-    assert capture.replayed == 3
+    assert capture.replayed == 4
     # Three sequences in graphs of four rows; the last of a sequence's tokens is never computed.
     for x in (*engine.kv_cache.k, *engine.kv_cache.v):
         assert int((~x.isnan()).all(dim=(2, 3)).sum()) == 3 * (3 + 4 - 1)
 
 
-@pytest.mark.parametrize("largest", [1, 2, 3, 8, 100, 129, 256, 257, 300, 1000])
-def test_ladder(largest):
-    sizes = ladder(largest)
-    assert sizes == sorted(set(sizes))
-    assert sizes[0] == 1
-    assert sizes[-1] == padded_rows(largest) >= largest
-    for n in range(1, largest + 1):
-        padded = sizes[bisect_left(sizes, n)]
-        assert n <= padded <= max(2 * n, 8)
-        assert padded <= n + 31
+@pytest.mark.parametrize("most", [1, 2, 3, 8, 24, 100, 129, 256, 257, 300, 1000])
+@pytest.mark.parametrize("budget", [1000, 1024, 5000])
+def test_ladder(most, budget):
+    config = EngineConfig(
+        num_blocks=9, max_model_len=99, max_num_seqs=most, max_num_batched_tokens=budget
+    )
+    ladder = Ladder(config)
+    rng = random.Random(most)
+    for n in range(1, most + 1):
+        shape = ladder.fit(n, 0, 0)
+        assert shape.rows == shape.tokens == shape.decodes <= ladder.max_rows
+        assert n <= shape.decodes <= min(max(2 * n, 8), n + 31)
+    for _ in range(200):
+        decodes, chunks = rng.randint(0, most), rng.randint(1, CHUNKS[-1])
+        tokens = rng.randint(chunks, budget)
+        shape = ladder.fit(decodes, chunks, tokens)
+        assert shape.decodes >= decodes
+        assert shape.chunks >= chunks
+        assert max(tokens, 64) <= shape.chunk_tokens <= max(2 * tokens, 64)
+        assert shape.chunk_tokens <= budget
+        assert shape.rows <= ladder.max_rows
+    assert ladder.fit(0, CHUNKS[-1] + 1, 100) is None
+    usual = ladder.usual()
+    assert len(usual) == len(set(usual))
+    words = max(sum(Inputs.sizes(shape, 5)) for shape in ladder.largest)
+    assert all(sum(Inputs.sizes(shape, 5)) <= words for shape in usual)
 
 
-def test_inputs_share_one_buffer_without_overlapping():
-    buffer = torch.zeros(Inputs.words(5, 7), dtype=torch.int32)
-    inputs = Inputs.of(buffer, 5, 7)
+@pytest.mark.parametrize("shape", [Shape(5, 0, 0), Shape(0, 3, 64), Shape(4, 8, 100)])
+def test_inputs_share_one_buffer_without_overlapping(shape):
+    sizes = Inputs.sizes(shape, 7)
+    buffer = torch.zeros(sum(sizes), dtype=torch.int32)
+    inputs = Inputs.of(buffer, shape, 7)
     parts = list(vars(inputs).values())
     for number, part in enumerate(parts, start=1):
         part.fill_(number)
     for number, part in enumerate(parts, start=1):
         assert (part == number).all()
     assert inputs.uniform.dtype == torch.float64
-    assert inputs.block_table.shape == (5, 7)
+    assert inputs.block_table.shape == (shape.decodes, 7)
+    assert inputs.chunk_table.shape == (shape.chunks, 7)
     assert sum(p.numel() * p.element_size() for p in parts) == buffer.numel() * 4
 
 

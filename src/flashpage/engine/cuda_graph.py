@@ -1,9 +1,9 @@
-"""Decode steps as CUDA graphs, one for each of a ladder of batch sizes; decides nothing.
+"""Whole steps as CUDA graphs, one for each of a ladder of shapes; decides nothing.
 
-A graph holds a whole step: the tokens of the step before, the model, the logits and the choice of
-the next tokens. What changes from step to step lies in one buffer, which is filled on the host and
-copied at once; lengths and pages are read on the device. Rows that pad a batch to the size of its
-graph have slot -1 and no keys: they write nothing and attend to nothing.
+A graph holds a step from end to end: the tokens of the step before, the model, the logits and the
+choice of the next tokens. What changes from step to step lies in one buffer, which is filled on the
+host and copied at once; lengths and pages are read on the device. What pads a step to the shape of
+its graph has slot -1 and no keys: it writes nothing and attends to nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -20,22 +20,78 @@ from torch import Tensor, nn
 from flashpage.cache.kv_cache import KVCache
 from flashpage.engine.config import EngineConfig
 from flashpage.engine.plain_sampling import PlainSampling
-from flashpage.engine.request import Sequence
-from flashpage.layers.attention import AttentionMetadata, DecodeBatch
+from flashpage.engine.scheduler import Chunk
+from flashpage.layers.attention import AttentionMetadata, DecodeBatch, PrefillBatch
 from flashpage.layers.sampler import sample_plain
 
 
-def ladder(max_num_seqs: int) -> list[int]:
-    """Batch sizes that have a graph: finer for small ones, where padding costs more."""
-    sizes = [1, 2, 4, *range(8, 129, 8), *range(144, 257, 16)]
-    largest = max_num_seqs if max_num_seqs <= 256 else -(-max_num_seqs // 32) * 32
-    sizes += range(288, largest + 1, 32)
-    return sizes[: bisect_left(sizes, max_num_seqs) + 1]
+class Shape(NamedTuple):
+    """What a graph has room for: decodes (one token after a context), and chunks of prompts."""
+
+    decodes: int
+    chunks: int
+    chunk_tokens: int
+
+    @property
+    def rows(self) -> int:
+        """Tokens that are chosen: one per decode, then one per chunk."""
+        return self.decodes + self.chunks
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are computed: the decodes', then the chunks'."""
+        return self.decodes + self.chunk_tokens
 
 
-def padded_rows(max_num_seqs: int) -> int:
-    """Rows of the largest graph."""
-    return ladder(max_num_seqs)[-1]
+CHUNKS = (1, 8, 64)
+"""How many chunks a graph has room for; a step with more runs without a graph."""
+
+
+class Ladder:
+    """The shapes that have graphs: finer for decodes alone, which are most of all steps."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        most = config.max_num_seqs
+        alone = [1, 2, 4, *range(8, 129, 8), *range(144, 257, 16), *range(288, most + 32, 32)]
+        mixed = [8, 32, 64, *range(128, most + 64, 64)]
+        self._alone = alone[: bisect_left(alone, most) + 1]
+        self._mixed = [0, *mixed[: bisect_left(mixed, most) + 1]]
+        budget = config.max_num_batched_tokens
+        self._tokens = [64 << i for i in range(30) if 64 << i < budget] + [budget]
+
+    def fit(self, decodes: int, chunks: int, chunk_tokens: int) -> Shape | None:
+        """The smallest shape with room for these, if there is one."""
+        if chunks == 0:
+            return Shape(self._alone[bisect_left(self._alone, decodes)], 0, 0)
+        if chunks > CHUNKS[-1]:
+            return None
+        return Shape(
+            self._mixed[bisect_left(self._mixed, decodes)],
+            CHUNKS[bisect_left(CHUNKS, chunks)],
+            self._tokens[bisect_left(self._tokens, chunk_tokens)],
+        )
+
+    def usual(self) -> list[Shape]:
+        """Shapes that most runs need, the largest first."""
+        mixed = [
+            Shape(decodes, CHUNKS[1], tokens)
+            for tokens in reversed(self._tokens)
+            for decodes in reversed(self._mixed)
+        ]
+        return mixed + [Shape(decodes, 0, 0) for decodes in reversed(self._alone)]
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of the largest shape."""
+        return max(self._alone[-1], self._mixed[-1] + CHUNKS[-1])
+
+    @property
+    def largest(self) -> list[Shape]:
+        """Shapes that bound all others in what they are told."""
+        return [
+            Shape(self._alone[-1], 0, 0),
+            Shape(self._mixed[-1], CHUNKS[-1], self._tokens[-1]),
+        ]
 
 
 class Graph(Protocol):
@@ -75,47 +131,65 @@ def cuda_capture() -> Capture:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a step of `size` rows is told; views of one buffer, on the host or on the device.
+    """What a step is told; views of one buffer, on the host or on the device.
 
-    source: row of the last step's sampled tokens that this row starts from, -1: `token_ids`.
+    Per row: uniform (float64), temperature, min_p (float32), last (the row's token). Per token:
+    source (row of the last step's chosen tokens that it is, -1: `token_ids`), token_ids, positions,
+    slots. Per decode: cache_seqlens, block_table. Per chunk: cu_seqlens_q and _k, chunk_table.
     """
 
     uniform: Tensor
     temperature: Tensor
     min_p: Tensor
+    last: Tensor
     source: Tensor
     token_ids: Tensor
     positions: Tensor
     slots: Tensor
     cache_seqlens: Tensor
     block_table: Tensor
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    chunk_table: Tensor
+
+    @property
+    def sampling(self) -> tuple[Tensor, Tensor, Tensor]:
+        """In the order of `PlainSampling`."""
+        return self.temperature, self.min_p, self.uniform
 
     @staticmethod
-    def words(size: int, table_width: int) -> int:
-        """32-bit words of the buffer."""
-        return size * (2 + 7 + table_width)
+    def sizes(shape: Shape, table_width: int) -> list[int]:
+        """32-bit words of each."""
+        ends = shape.chunks + 1 if shape.chunks else 0
+        return [
+            2 * shape.rows,
+            *[shape.rows] * 3,
+            *[shape.tokens] * 4,
+            shape.decodes,
+            shape.decodes * table_width,
+            ends,
+            ends,
+            shape.chunks * table_width,
+        ]
 
     @classmethod
-    def of(cls, buffer: Tensor, size: int, table_width: int) -> Inputs:
+    def of(cls, buffer: Tensor, shape: Shape, table_width: int) -> Inputs:
         """The views into an int32 buffer."""
-        parts = buffer[: cls.words(size, table_width)].split(
-            [2 * size, *[size] * 7, size * table_width]
-        )
-        return cls(
-            parts[0].view(torch.float64),
-            parts[1].view(torch.float32),
-            parts[2].view(torch.float32),
-            *parts[3:8],
-            parts[8].view(size, table_width),
-        )
+        sizes = cls.sizes(shape, table_width)
+        parts = list(buffer[: sum(sizes)].split(sizes))
+        parts[0] = parts[0].view(torch.float64)
+        parts[1:3] = (part.view(torch.float32) for part in parts[1:3])
+        parts[9] = parts[9].view(shape.decodes, table_width)
+        parts[12] = parts[12].view(shape.chunks, table_width)
+        return cls(*parts)
 
 
-class DecodeGraphs:
-    """Graphs of `model` over `kv_cache`, captured when a batch first needs them.
+class StepGraphs:
+    """Graphs of `model` over `kv_cache`, captured when a step first needs them.
 
     Args:
-        sampled: int64, at least `padded_rows(max_num_seqs)`: tokens of the last step, which each
-            replay reads and then overwrites with its own.
+        sampled: int64 `[ladder.max_rows]`: tokens that the last step chose, which each replay reads
+            and then overwrites with its own.
         capture: makes a graph of a function; tests pass one that calls the function again.
     """
 
@@ -124,17 +198,18 @@ class DecodeGraphs:
         model: nn.Module,
         kv_cache: KVCache,
         config: EngineConfig,
+        ladder: Ladder,
         sampled: Tensor,
         capture: Capture,
     ) -> None:
         self._model = model
         self._kv_cache = kv_cache
+        self._ladder = ladder
         self._sampled = sampled
         self._capture = capture
-        self._sizes = ladder(config.max_num_seqs)
         self._table_width = min(config.num_pages(config.max_model_len), config.num_blocks)
-        self._graphs: dict[int, tuple[Graph, Tensor]] = {}
-        words = Inputs.words(self._sizes[-1], self._table_width)
+        self._graphs: dict[Shape, tuple[Graph, Tensor]] = {}
+        words = max(sum(Inputs.sizes(s, self._table_width)) for s in ladder.largest)
         device = sampled.device
         self._buffer = torch.zeros(words, dtype=torch.int32, device=device)
         # Two, in turn: the copy of the last step's may still be under way.
@@ -143,74 +218,135 @@ class DecodeGraphs:
             for _ in range(2)
         ]
 
-    def replay(self, sequences: list[Sequence], sampling: PlainSampling) -> Tensor:
-        """One more token of each sequence.
+    def replay(
+        self, shape: Shape, decodes: list[Chunk], chunks: list[Chunk], sampling: PlainSampling
+    ) -> Tensor:
+        """Compute a step of `shape`: `decodes`, then `chunks`.
 
         Returns:
-            logits `[at least len(sequences), vocab_size]` in the model's dtype, valid until the
-            next call. The tokens that plain sampling takes are the first rows of `sampled`.
+            `[shape.rows, hidden_size]`, the last hidden state of decode `i` in row `i`, and of
+            chunk `j` in row `shape.decodes + j`; valid until the next call. The tokens that plain
+            sampling takes are the same rows of `sampled`.
         """
-        size = self._sizes[bisect_left(self._sizes, len(sequences))]
+        if shape not in self._graphs:
+            self._graphs[shape] = self._new_graph(shape)
         self._hosts.reverse()
         host = self._hosts[0]
-        _fill(Inputs.of(host, size, self._table_width), sequences, sampling, self._kv_cache)
-        words = Inputs.words(size, self._table_width)
-        if size not in self._graphs:
-            self._graphs[size] = self._new_graph(size)
+        inputs = Inputs.of(host, shape, self._table_width)
+        fill(inputs, decodes, chunks, sampling, self._kv_cache.block_size)
+        words = sum(Inputs.sizes(shape, self._table_width))
         self._buffer[:words].copy_(host[:words], non_blocking=True)
-        graph, logits = self._graphs[size]
+        graph, hidden = self._graphs[shape]
         graph.replay()
-        return logits
+        return hidden
 
-    def capture_all(self) -> None:
-        """Capture what has not been needed yet, the largest first: its memory serves the others."""
-        for size in reversed(self._sizes):
-            if size not in self._graphs:
-                self._graphs[size] = self._new_graph(size)
+    def capture_usual(self) -> None:
+        """Capture what most runs need, the largest first: its memory serves the others."""
+        for shape in self._ladder.usual():
+            if shape not in self._graphs:
+                self._graphs[shape] = self._new_graph(shape)
 
-    def _new_graph(self, size: int) -> tuple[Graph, Tensor]:
-        inputs = Inputs.of(self._buffer, size, self._table_width)
-        # What runs before the first replay: rows that pad; the last step's tokens are kept.
+    def _new_graph(self, shape: Shape) -> tuple[Graph, Tensor]:
+        inputs = Inputs.of(self._buffer, shape, self._table_width)
+        # What runs before the first replay: a step of padding; the last step's tokens are kept.
         self._buffer.zero_()
         inputs.slots.fill_(-1)
         before = self._sampled.clone()
-        result = self._capture(lambda: self._step(inputs))
+        result = self._capture(lambda: self._step(shape, inputs))
         self._sampled.copy_(before)
         return result
 
-    def _step(self, x: Inputs) -> Tensor:
-        size = len(x.source)
+    def _step(self, shape: Shape, x: Inputs) -> Tensor:
         earlier = self._sampled[x.source.clamp(min=0)]
         input_ids = torch.where(x.source >= 0, earlier, x.token_ids.long())
-        decode = DecodeBatch(0, size, x.cache_seqlens, x.block_table)
-        metadata = AttentionMetadata(x.slots, decode, ())
+        decode = prefill = None
+        if shape.decodes:
+            decode = DecodeBatch(0, shape.decodes, x.cache_seqlens, x.block_table)
+        if shape.chunks:
+            prefill = PrefillBatch(
+                start=shape.decodes,
+                end=shape.tokens,
+                cu_seqlens_q=x.cu_seqlens_q,
+                cu_seqlens_k=x.cu_seqlens_k,
+                max_seqlen_q=shape.chunk_tokens,
+                max_seqlen_k=self._table_width * self._kv_cache.block_size,
+                block_table=x.chunk_table,
+            )
+        metadata = AttentionMetadata(x.slots, decode, (prefill,) if prefill else ())
         hidden = self._model(input_ids, x.positions, self._kv_cache, metadata)
+        if shape.chunks:
+            hidden = hidden[x.last]
         logits = self._model.compute_raw_logits(hidden)
-        self._sampled[:size].copy_(sample_plain(logits, x.temperature, x.min_p, x.uniform))
-        return logits
+        tokens = sample_plain(logits, x.temperature, x.min_p, x.uniform)
+        self._sampled[: shape.rows].copy_(tokens)
+        return hidden
 
 
-def _fill(x: Inputs, sequences: list[Sequence], sampling: PlainSampling, cache: KVCache) -> None:
-    """Write a step's inputs, the rows that pad included."""
-    n = len(sequences)
-    block_size = cache.block_size
-    computed = np.array([s.num_computed_tokens for s in sequences], dtype=np.int32)
-    table = x.block_table.numpy()
-    table[n:] = -1
-    for row, sequence in zip(table, sequences, strict=False):
-        row[: len(sequence.block_ids)] = sequence.block_ids
-    pages = table[np.arange(n), computed // block_size]
-    columns = (
-        (x.temperature, sampling.temperature, 0.0),
-        (x.min_p, sampling.min_p, 0.0),
-        (x.uniform, sampling.uniform, 0.0),
-        (x.source, [s.pending_row if s.num_pending else -1 for s in sequences], -1),
-        (x.token_ids, [s.token_ids[-1] for s in sequences], 0),
-        (x.positions, computed, 0),
-        (x.slots, pages * block_size + computed % block_size, -1),
-        (x.cache_seqlens, computed + 1, 0),
-    )
-    for tensor, values, padding in columns:
+def fill(
+    x: Inputs,
+    decodes: list[Chunk],
+    chunks: list[Chunk],
+    sampling: PlainSampling,
+    block_size: int,
+) -> None:
+    """Write a step's inputs on the host, padding included."""
+    first_chunk = len(x.cache_seqlens)
+    rows = np.r_[0 : len(decodes), first_chunk : first_chunk + len(chunks)]
+    for tensor, values in zip(x.sampling, sampling, strict=True):
         column = tensor.numpy()
-        column[:n] = values
-        column[n:] = padding
+        column[:] = 0
+        column[rows] = values
+    for tensor, padding in ((x.source, -1), (x.token_ids, 0), (x.positions, 0), (x.slots, -1)):
+        tensor.numpy()[:] = padding
+    _fill_tables(x.block_table.numpy(), decodes)
+    _fill_tables(x.chunk_table.numpy(), chunks)
+    _fill_decodes(x, decodes, block_size)
+    if len(x.chunk_table):
+        _fill_chunks(x, chunks, block_size)
+
+
+def _fill_tables(table: np.ndarray, chunks: list[Chunk]) -> None:
+    table[:] = -1
+    for row, chunk in zip(table, chunks, strict=False):
+        block_ids = chunk.sequence.block_ids
+        row[: len(block_ids)] = block_ids
+
+
+def _fill_decodes(x: Inputs, decodes: list[Chunk], block_size: int) -> None:
+    n = len(decodes)
+    sequences = [chunk.sequence for chunk in decodes]
+    positions = np.array([chunk.start for chunk in decodes], dtype=np.int32)
+    pages = x.block_table.numpy()[np.arange(n), positions // block_size]
+    x.source.numpy()[:n] = [s.pending_row if s.num_pending else -1 for s in sequences]
+    x.token_ids.numpy()[:n] = [s.token_ids[-1] for s in sequences]
+    x.positions.numpy()[:n] = positions
+    x.slots.numpy()[:n] = pages * block_size + positions % block_size
+    lengths = x.cache_seqlens.numpy()
+    lengths[:n] = positions + 1
+    lengths[n:] = 0
+
+
+def _fill_chunks(x: Inputs, chunks: list[Chunk], block_size: int) -> None:
+    cu_q, cu_k = x.cu_seqlens_q.numpy(), x.cu_seqlens_k.numpy()
+    last = x.last.numpy()
+    last[:] = 0
+    cu_q[0] = cu_k[0] = 0
+    begin = first = len(x.cache_seqlens)
+    for i, (chunk, pages) in enumerate(zip(chunks, x.chunk_table.numpy(), strict=False)):
+        end = begin + chunk.num_tokens
+        known = chunk.sequence.token_ids[chunk.start : chunk.end]
+        x.token_ids.numpy()[begin : begin + len(known)] = known
+        if len(known) < chunk.num_tokens:
+            x.source.numpy()[end - 1] = chunk.sequence.pending_row
+        positions = np.arange(chunk.start, chunk.end, dtype=np.int32)
+        x.positions.numpy()[begin:end] = positions
+        x.slots.numpy()[begin:end] = (
+            pages[positions // block_size] * block_size + positions % block_size
+        )
+        cu_q[i + 1] = end - first
+        cu_k[i + 1] = cu_k[i] + chunk.end
+        last[first + i] = end - 1
+        begin = end
+    cu_q[len(chunks) + 1 :] = cu_q[len(chunks)]
+    cu_k[len(chunks) + 1 :] = cu_k[len(chunks)]
+    last[:first] = np.arange(first)

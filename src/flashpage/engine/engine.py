@@ -236,7 +236,7 @@ class Engine:
         self._num_steps += 1
         for chunk in chunks:
             self._scheduler.launched(chunk)
-        for row, sequence in enumerate(launch.sampling):
+        for row, sequence in zip(launch.rows, launch.sampling, strict=True):
             sequence.num_pending = 1
             sequence.pending_row = row
         return True

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from flashpage.cache.kv_cache import KVCache
 from flashpage.engine.config import EngineConfig
-from flashpage.engine.cuda_graph import Capture, DecodeGraphs, cuda_capture, padded_rows
+from flashpage.engine.cuda_graph import Capture, Ladder, Shape, StepGraphs, cuda_capture
 from flashpage.engine.plain_sampling import num_output_tokens, plain_sampling
 from flashpage.engine.request import Sequence, mix_seed
 from flashpage.engine.scheduler import Chunk
@@ -66,7 +66,9 @@ class Launch:
     chunks: list[Chunk]
     scores: list[tuple[list[TokenLogprobs], str | None]]
     sampling: list[Sequence]
-    """whose next tokens are chosen, in the order of the rows of the device's sampled tokens"""
+    """whose next tokens are chosen, in the order of their chunks"""
+    rows: list[int]
+    """where the device keeps each one's token"""
     sampled: Sampled
 
     def wait(self) -> list[ChunkResult]:
@@ -108,13 +110,15 @@ class Runner:
         self._device = torch.device(config.device)
         self._eos_token_ids = eos_token_ids
         # The tokens of the last step, which the next one may start from before the host knows them.
-        self._sampled = torch.zeros(
-            padded_rows(config.max_num_seqs), dtype=torch.int64, device=self._device
-        )
+        self._ladder = Ladder(config)
+        rows = max(self._ladder.max_rows, config.max_num_seqs)
+        self._sampled = torch.zeros(rows, dtype=torch.int64, device=self._device)
         if capture is None and self._device.type == "cuda" and not config.enforce_eager:
             capture = cuda_capture()
         self._graphs = (
-            DecodeGraphs(model, kv_cache, config, self._sampled, capture) if capture else None
+            StepGraphs(model, kv_cache, config, self._ladder, self._sampled, capture)
+            if capture
+            else None
         )
 
     @torch.inference_mode()
@@ -124,8 +128,14 @@ class Runner:
         On a CPU they are computed when this returns. Keeps nothing but the cache's content and the
         last step's tokens on the device.
         """
-        if self._graphs is not None and self._is_decode(chunks):
-            return self._replay(list(chunks))
+        if self._graphs is not None and all(
+            chunk.sequence.next_prompt_logprob is None for chunk in chunks
+        ):
+            decodes = [c for c in chunks if c.start > 0 and c.num_tokens == 1]
+            others = [c for c in chunks if c.start == 0 or c.num_tokens > 1]
+            shape = self._ladder.fit(len(decodes), len(others), sum(c.num_tokens for c in others))
+            if shape is not None:
+                return self._replay(self._graphs, shape, decodes, others)
         slices = {chunk: _slice(chunk) for chunk in chunks}
         chunks = sorted(chunks, key=lambda chunk: attention_order(slices[chunk]))
         hidden = self._forward(chunks, [slices[chunk] for chunk in chunks])
@@ -138,7 +148,7 @@ class Runner:
         rows = [end - 1 for chunk, end in zip(chunks, ends, strict=True) if samples(chunk)]
         sequences = [chunk.sequence for chunk in chunks if samples(chunk)]
         sampled = self._sample(hidden[rows], sequences)
-        return Launch(chunks, scores, sequences, sampled)
+        return Launch(chunks, scores, sequences, list(range(len(rows))), sampled)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -158,30 +168,23 @@ class Runner:
             )
             self._model.compute_logits(hidden[:1])
         if self._graphs is not None:
-            self._graphs.capture_all()
+            self._graphs.capture_usual()
         torch.cuda.synchronize(self._device)
 
-    def _is_decode(self, chunks: SequenceOf[Chunk]) -> bool:
-        """Whether every chunk is one token that another one follows."""
-        return all(
-            chunk.num_tokens == 1
-            and chunk.start > 0
-            and samples(chunk)
-            and chunk.sequence.next_prompt_logprob is None
-            for chunk in chunks
-        )
-
-    def _replay(self, chunks: list[Chunk]) -> Launch:
-        assert self._graphs is not None
-        sequences = [chunk.sequence for chunk in chunks]
-        scores: list[tuple[list[TokenLogprobs], str | None]] = [([], None)] * len(chunks)
-        plain = self._all_plain(sequences)
-        logits = self._graphs.replay(sequences, plain_sampling(sequences))
-        if plain:
-            sampled: Sampled = self._fetch(sequences)
+    def _replay(
+        self, graphs: StepGraphs, shape: Shape, decodes: list[Chunk], others: list[Chunk]
+    ) -> Launch:
+        chunks = decodes + others
+        row_of = [*range(len(decodes)), *range(shape.decodes, shape.decodes + len(others))]
+        rows = [row for row, chunk in zip(row_of, chunks, strict=True) if samples(chunk)]
+        sequences = [chunk.sequence for chunk in chunks if samples(chunk)]
+        sampling = plain_sampling([chunk.sequence for chunk in chunks])
+        hidden = graphs.replay(shape, decodes, others, sampling)
+        if self._all_plain(sequences):
+            sampled = self._fetch(sequences, rows)
         else:
-            sampled = self._choose(logits[: len(sequences)].float(), sequences)
-        return Launch(chunks, scores, sequences, sampled)
+            sampled = self._choose(self._model.compute_logits(hidden[rows]), sequences, rows)
+        return Launch(chunks, [([], None)] * len(chunks), sequences, rows, sampled)
 
     def _forward(self, chunks: list[Chunk], slices: list[SequenceSlice]) -> Tensor:
         """Hidden states `[num_tokens, hidden_size]` of all chunks, one after the other."""
@@ -209,34 +212,34 @@ class Runner:
             return _Rows([])
         logits = self._model.compute_logits(hidden)
         if not (self._config.overlap and self._all_plain(sequences)):
-            return self._choose(logits, sequences)
+            return self._choose(logits, sequences, list(range(len(sequences))))
         tokens = sample_plain(logits, *plain_sampling(sequences).tensors(self._device))
         self._sampled[: len(sequences)].copy_(tokens)
-        return self._fetch(sequences)
+        return self._fetch(sequences, list(range(len(sequences))))
 
     def _all_plain(self, sequences: list[Sequence]) -> bool:
         return all(
             s.request.is_plain and num_output_tokens(s) >= s.params.min_tokens for s in sequences
         )
 
-    def _choose(self, logits: Tensor, sequences: list[Sequence]) -> Sampled:
-        """Any kind of sampling, finished when this returns."""
+    def _choose(self, logits: Tensor, sequences: list[Sequence], places: list[int]) -> Sampled:
+        """Any kind of sampling, finished when this returns; the tokens also go to `places`."""
         rows = sample(logits, [_row_sampling(s, self._eos_token_ids) for s in sequences])
         if self._config.overlap:
-            tokens = torch.tensor([row.token_id for row in rows])
-            self._sampled[: len(rows)].copy_(tokens.clamp(min=0))
+            tokens = torch.tensor([max(row.token_id, 0) for row in rows], device=self._device)
+            self._sampled[places] = tokens
         return _Rows(rows)
 
-    def _fetch(self, sequences: list[Sequence]) -> Sampled:
+    def _fetch(self, sequences: list[Sequence], rows: list[int]) -> Sampled:
         """Send the tokens of plain sampling to the host."""
-        tokens = self._sampled[: len(sequences)]
+        tokens = self._sampled[: rows[-1] + 1] if rows else self._sampled[:0]
         if self._device.type == "cpu":
-            return _Fetched(tokens.clone(), None, sequences)
-        host = torch.empty(len(sequences), dtype=torch.int64, pin_memory=True)
+            return _Fetched(tokens.clone(), None, sequences, rows)
+        host = torch.empty(len(tokens), dtype=torch.int64, pin_memory=True)
         host.copy_(tokens, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        return _Fetched(host, event, sequences)
+        return _Fetched(host, event, sequences, rows)
 
     def _score_prompt(self, chunk: Chunk, hidden: Tensor) -> tuple[list[TokenLogprobs], str | None]:
         """The owed log-probabilities whose logits lie in this chunk, or why there are none."""
@@ -277,13 +280,15 @@ class _Fetched:
     tokens: Tensor
     event: torch.cuda.Event | None
     sequences: list[Sequence]
+    rows: list[int]
 
     def wait(self) -> list[SampledRow]:
         if self.event is not None:
             self.event.synchronize()
+        tokens = self.tokens.tolist()
         return [
-            SampledRow(token) if token >= 0 else SampledRow(error=_no_token(sequence))
-            for token, sequence in zip(self.tokens.tolist(), self.sequences, strict=True)
+            SampledRow(tokens[row]) if tokens[row] >= 0 else SampledRow(error=_no_token(sequence))
+            for row, sequence in zip(self.rows, self.sequences, strict=True)
         ]
 
 
