@@ -43,7 +43,7 @@ class Shape(NamedTuple):
         return self.decodes + self.chunk_tokens
 
 
-CHUNKS = (1, 8, 64)
+CHUNKS = (8, 64)
 """How many chunks a graph has room for; a step with more runs without a graph."""
 
 
@@ -74,7 +74,7 @@ class Ladder:
     def usual(self) -> list[Shape]:
         """Shapes that most runs need, the largest first."""
         mixed = [
-            Shape(decodes, CHUNKS[1], tokens)
+            Shape(decodes, CHUNKS[0], tokens)
             for tokens in reversed(self._tokens)
             for decodes in reversed(self._mixed)
         ]
