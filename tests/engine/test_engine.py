@@ -621,3 +621,17 @@ def test_text_follows_the_tokens(make_engine, run_all, tokenizer):
             seen = output.text
     assert seen == tokenizer.decode(output.token_ids)
     assert torch.isnan(engine.kv_cache.k[0]).any(), "the pool was poisoned"
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_with_overlap_every_step_gives_every_request_a_token(make_engine, reference, count):
+    engine = make_engine(overlap=True, max_num_batched_tokens=40)
+    for i in range(count):
+        engine.add_request(str(i), [1, 2, 3 + i], SamplingParams(max_tokens=9, ignore_eos=True))
+    assert engine.step() == []  # its tokens come with the next step, which is launched before
+    for n in range(1, 10):
+        outputs = engine.step()
+        assert [len(o.token_ids) for o in outputs] == [n] * count
+        engine.check()
+    assert not engine.has_unfinished()
+    assert engine.stats().steps == 9

@@ -237,7 +237,7 @@ class Engine:
         for chunk in chunks:
             self._scheduler.launched(chunk)
         for row, sequence in zip(launch.rows, launch.sampling, strict=True):
-            sequence.num_pending = 1
+            sequence.num_pending += 1
             sequence.pending_row = row
         return True
 
@@ -246,7 +246,7 @@ class Engine:
         for result in results:
             sequence = result.chunk.sequence
             if result.is_sampled:
-                sequence.num_pending = 0
+                sequence.num_pending -= 1
             if sequence.is_finished:
                 continue  # it ended while this step ran
             self._scheduler.commit(result.chunk)

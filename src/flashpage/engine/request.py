@@ -44,9 +44,10 @@ class Sequence:
     seed: int
     token_ids: list[int]
 
+    is_running: bool = False
     num_computed_tokens: int = 0  # those of a step that is still running count as computed
-    num_pending: int = 0  # 1: the next token is chosen by a step that has not been waited for
-    pending_row: int = -1  # where that step will leave it
+    num_pending: int = 0  # tokens chosen by steps that have not been waited for
+    pending_row: int = -1  # where the last of these steps leaves its token
     generation: int = 0  # how often its pages were given back
     block_ids: list[int] = field(default_factory=list)
     num_hit_blocks: int = 0  # the first blocks, whose content others computed
@@ -62,10 +63,10 @@ class Sequence:
     stop_reason: str | int | None = None
     error: str | None = None
 
-    @property
-    def params(self) -> SamplingParams:
-        """The request's parameters."""
-        return self.request.params
+    def __post_init__(self) -> None:
+        # Asked for many times in a step.
+        self.params: SamplingParams = self.request.params
+        self.num_prompt_tokens: int = self.request.num_prompt_tokens
 
     @property
     def num_tokens(self) -> int:
@@ -75,7 +76,7 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         """Generated tokens."""
-        return len(self.token_ids) - self.request.num_prompt_tokens
+        return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -99,7 +100,9 @@ class Sequence:
         The first continuation reports for all: their prompt is the same.
         """
         reported = self.request.prompt_logprobs
-        if reported is None or self.index > 0 or len(reported) >= self.request.num_prompt_tokens:
+        if reported is None:
+            return None
+        if self.index > 0 or len(reported) >= self.request.num_prompt_tokens:
             return None
         return len(reported)
 
@@ -144,6 +147,7 @@ class Request:
         self.request_id = request_id
         self.prompt = prompt
         self.prompt_token_ids = prompt_token_ids
+        self.num_prompt_tokens = len(prompt_token_ids)
         self.params = params
         self.max_tokens = max_tokens
         self.on_output = on_output
@@ -162,11 +166,6 @@ class Request:
         ]
         # The first sequence computes the prompt; the others enter when its pages can be shared.
         self.siblings_waiting = self.sequences[1:]
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Length of the prompt."""
-        return len(self.prompt_token_ids)
 
     @cached_property
     def prompt_token_set(self) -> frozenset[int]:
@@ -189,7 +188,7 @@ class Request:
     @property
     def is_finished(self) -> bool:
         """Whether all sequences are finished."""
-        return all(sequence.is_finished for sequence in self.sequences)
+        return all(sequence.finish_reason is not None for sequence in self.sequences)
 
     def report(self) -> RequestOutput:
         """A snapshot, which `on_output` gets too."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +35,7 @@ from flashpage.layers.sampler import (
 SCORED_ROWS = 64
 
 
-@dataclass(frozen=True)
-class ChunkResult:
+class ChunkResult(NamedTuple):
     """What computing a chunk has shown.
 
     is_sampled: the chunk reached the end of the known tokens, and a next one was to be chosen.
@@ -48,7 +47,7 @@ class ChunkResult:
     chunk: Chunk
     is_sampled: bool = False
     sampled: SampledRow | None = None
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: SequenceOf[TokenLogprobs] = ()
     error: str | None = None
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from flashpage.cache.block_pool import BlockPool
 from flashpage.cache.prefix import PrefixCache
@@ -19,8 +19,7 @@ from flashpage.engine.config import EngineConfig
 from flashpage.engine.request import Sequence
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """The tokens `start .. end - 1` of a sequence, to be computed in one step.
 
     `is_last`: no token follows, so that the next one can be sampled. `generation` is the
@@ -111,7 +110,7 @@ class Scheduler:
 
         `poisoned` says that what it computed can not be trusted, and must never be hit.
         """
-        if self.waiting.pop(id(sequence), None) is not None or sequence not in self.running:
+        if self.waiting.pop(id(sequence), None) is not None or not sequence.is_running:
             return
         if poisoned and self.prefix_cache is not None:
             for block_id in sequence.block_ids[sequence.num_hit_blocks :]:
@@ -127,11 +126,13 @@ class Scheduler:
             self.prefix_cache.check(holders)
         assert len(self.running) <= self.config.max_num_seqs
         for sequence in self.running:
+            assert sequence.is_running
             assert id(sequence) not in self.waiting
             assert not sequence.is_finished
             assert 0 <= sequence.num_computed_tokens <= sequence.num_tokens + sequence.num_pending
             assert len(sequence.block_ids) * self.config.block_size >= sequence.num_computed_tokens
         for sequence in self.waiting.values():
+            assert not sequence.is_running
             assert not sequence.block_ids, "a waiting sequence holds pages"
             assert not sequence.is_finished
             assert sequence.num_computed_tokens == 0
@@ -157,6 +158,7 @@ class Scheduler:
 
         self.waiting.popitem(last=False)
         self.running.append(sequence)
+        sequence.is_running = True
         self.pool.touch(hit_blocks)
         sequence.block_ids = hit_blocks + self.pool.allocate(num_new)
         sequence.cache_chain = hits
@@ -175,10 +177,12 @@ class Scheduler:
         no chunk in this step yet. Nor can it be admitted again at once: it needs all that it gave.
         """
         needed = self.config.num_pages(sequence.num_computed_tokens + num_tokens)
-        while sequence in self.running:
+        while sequence.is_running:
             num_missing = needed - len(sequence.block_ids)
+            if num_missing <= 0:
+                return True
             if num_missing <= self.pool.num_available:
-                sequence.block_ids += self.pool.allocate(max(num_missing, 0))
+                sequence.block_ids += self.pool.allocate(num_missing)
                 return True
             self._preempt(self.running[-1])
         return False
@@ -191,6 +195,7 @@ class Scheduler:
         self.add_first([sequence])
 
     def _release(self, sequence: Sequence) -> None:
+        sequence.is_running = False
         self.pool.free(sequence.block_ids)
         sequence.block_ids = []
         sequence.cache_chain = []

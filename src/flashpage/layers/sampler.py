@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,8 +61,7 @@ class TokenLogprobs:
     top_logprobs: list[float]
 
 
-@dataclass(frozen=True)
-class SampledRow:
+class SampledRow(NamedTuple):
     """A row's token (and logprobs if asked for), or the reason why it has none."""
 
     token_id: int = -1
