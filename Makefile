@@ -8,11 +8,12 @@ TRITON ?= triton==3.6.0
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: help demo test aot lint format bench clean
+.PHONY: help demo test browser aot lint format bench clean
 
 help:
 	@echo "make demo    load SmolLM2-135M (fetched once, 93 MB) and write text with it"
 	@echo "make test    run the tests"
+	@echo "make browser install what the tests of pages need: playwright, and chromium on Debian"
 	@echo "make aot     compile every kernel for every GPU of the tables (no GPU needed; minutes)"
 	@echo "make lint    check style"
 	@echo "make format  apply style"
@@ -33,6 +34,18 @@ demo: $(VENV)/installed
 test: $(VENV)/installed
 	@echo "-- running the tests"
 	$(RUN) -m pytest
+
+browser: $(VENV)/installed
+	@echo "-- installing playwright, and chromium if there is none (Debian, as root)"
+	$(RUN) -m pip install --quiet --disable-pip-version-check --editable ".[browser]"
+	@if command -v chromium chromium-browser >/dev/null; then \
+	  echo "chromium is there"; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  apt-get update -qq && \
+	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null; \
+	else \
+	  echo "no chromium, and not root on Debian: apt install chromium" >&2; exit 1; \
+	fi
 
 aot: $(VENV)/installed
 	@echo "-- compiling the kernels ahead of time"

@@ -389,6 +389,19 @@ class TestTrace:
         own = self.run("--paged", "--seqlens", "5,3", "--block-size", "2")
         assert "requests 0 and 1 share: none" in own.stdout
 
+    @pytest.mark.parametrize("mode", [(), ("--causal",), ("--varlen",), ("--paged",)])
+    def test_html(self, mode: tuple[str, ...], tmp_path: Path) -> None:
+        path = tmp_path / "page.html"
+        result = self.run(*mode, "--html", str(path))
+        assert result.exit_code == 0, result.output
+        assert result.stdout.replace("\n", "") == f"written: {path}"
+        assert path.read_text().startswith("<!doctype html>")
+
+    def test_html_is_not_written_for_what_is_refused(self, tmp_path: Path) -> None:
+        path = tmp_path / "page.html"
+        assert self.run("--seqlen-q", "0", "--html", str(path)).exit_code == 2
+        assert not path.exists()
+
     @pytest.mark.parametrize(
         ("options", "words"),
         [
@@ -404,6 +417,8 @@ class TestTrace:
             (("--paged", "--seqlens", "4,2", "--shared", "2"), "shared must be from 0 to 1"),
             (("--seqlens", "3"), "seqlens must be left out without varlen and paged, got (3,)"),
             (("--shared", "3"), "shared must be left out without varlen and paged, got 3"),
+            (("--html", "a.txt"), "html must end in .html or .htm, got 'a.txt'"),
+            (("--html", "no/such/a.html"), "html must be in a directory that exists"),
         ],
     )
     def test_refused(self, options: tuple[str, ...], words: str) -> None:

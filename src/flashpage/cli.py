@@ -397,11 +397,15 @@ def trace(
     shared: Annotated[
         int | None, typer.Option(help="--paged: first tokens that all requests share.")
     ] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write a page to step through instead: FILE.html.")
+    ] = None,
 ) -> None:
     """Walk through small attention step by step; with no option, through two worked examples."""
     from flashpage.explain.trace import report_trace
 
     report_trace(
+        html=html,
         varlen=varlen,
         paged=paged,
         seqlens=seqlens,

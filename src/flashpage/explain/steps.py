@@ -19,6 +19,7 @@ from flashpage.attention.tiled import Step, fa1_attention, fa2_attention
 from flashpage.errors import ArgumentError
 
 ORDERS = {"FA1": fa1_attention, "FA2": fa2_attention}
+OWNERS = {"FA1": "workers split the keys of a block", "FA2": "workers own query rows"}
 
 MAX_SEQLEN = 64
 MAX_HEAD_DIM = 64
@@ -181,6 +182,11 @@ class Walk:
     num_reductions: int
 
     @property
+    def num_visited(self) -> int:
+        """Tiles that some worker computes; a worker without keys in a block has none."""
+        return sum(bool(step.keys) for step in self.steps)
+
+    @property
     def num_skipped(self) -> int:
         """Tiles that no worker visits, as the mask hides all of them."""
         return self.problem.num_key_blocks * self.problem.num_workers - len(self.steps)
@@ -305,6 +311,11 @@ class PagedDecode:
     tiled_out: Tensor
     library_out: Tensor
 
+    def positions_of_page(self, page: int) -> range:
+        """The positions that lie there, the same for all who hold it; none if it is free."""
+        visits = (visit for walk in self.visits for visit in walk if visit.page == page)
+        return next((visit.tokens for visit in visits), range(0))
+
     def requests_of_page(self, page: int) -> tuple[int, ...]:
         """Who holds the page; nobody if it is free."""
         return _holders(self.block_table, page)
@@ -389,6 +400,11 @@ def paged_decode(
         tiled_out=torch.cat([each.out for each in walks]),
         library_out=library_out[:, 0, 0],
     )
+
+
+def largest_gap(one: Tensor, other: Tensor) -> float:
+    """The largest absolute difference of two results of the same shape."""
+    return float((one - other).abs().max())
 
 
 def _lay_out(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import string
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from pathlib import Path
 
 from rich import box
 from rich.console import Console
@@ -12,29 +13,24 @@ from rich.table import Column, Table
 from torch import Tensor
 
 from flashpage.attention.tiled import Step
-from flashpage.errors import ArgumentError
+from flashpage.explain.page import check_page, write_page
 from flashpage.explain.steps import (
     ORDERS,
+    OWNERS,
     PagedDecode,
     SequenceMap,
     TraceProblem,
     Walk,
-    map_sequences,
-    paged_decode,
-    random_problem,
+    largest_gap,
     walk,
-    worked_examples,
 )
 from flashpage.explain.terminal import open_console
+from flashpage.explain.trace_options import Shown, read_options
 
 MAX_DIMS = 3  # entries of a row of Q, K, V or O that are shown
 MAX_KEYS = 8  # entries of a row of S or P that are shown
 
 STATE = ("m old", "m", "factor", "l")
-
-DEFAULT_VARLEN = (3, 1, 5)
-DEFAULT_PAGED = (11, 10)
-DEFAULT_SHARED = 8
 
 LEGEND = (
     "s: scores; m: running maximum; factor: exp(m old - m), corrects l and O;\n"
@@ -43,61 +39,38 @@ LEGEND = (
 )
 
 
-def report_trace(
-    *, varlen: bool = False, paged: bool = False, seqlens: str | None = None, **options: int | None
-) -> None:
-    """Print what the options of the command line ask for; None is an option not given.
+def report_trace(*, html: Path | None = None, **options: bool | int | str | None) -> None:
+    """Print what the options of the command line ask for, or write it as a page.
 
     Args:
-        varlen, paged: the map of cu_seqlens, or the pages of a decode, instead of tiles.
-        seqlens: lengths between commas, for these two.
-        options: `seqlen_q`, `seqlen_k`, `head_dim`, `block_size`, `workers`, `causal`, `seed`,
-            `shared`. With none of them the worked examples are shown.
+        html: write the page there, and print no tables.
+        options: those of `read_options`.
 
     Raises:
-        ArgumentError: a value out of range, or an option that does not belong to what is shown.
+        ArgumentError: as `read_options`, or a page that can not be written.
     """
-    if varlen and paged:
-        raise ArgumentError("varlen and paged must be asked for one at a time, got both")
-    given = {name: value for name, value in options.items() if value is not None}
-    if seqlens is not None:
-        given["seqlens"] = _parse_lengths(seqlens)
-    if varlen:
-        _check_options("with varlen", given, ("seqlens", "causal"))
-        lengths = given.pop("seqlens", DEFAULT_VARLEN)
-        print_map(open_console(), map_sequences(lengths, causal=bool(given.get("causal"))))
-    elif paged:
-        _check_options("with paged", given, ("seqlens", "block_size", "head_dim", "shared", "seed"))
-        shared = given.pop("shared", 0 if "seqlens" in given else DEFAULT_SHARED)
-        lengths = given.pop("seqlens", DEFAULT_PAGED)
-        print_pages(open_console(), paged_decode(lengths, num_shared_tokens=shared, **given))
-    else:
-        names = ("seqlen_q", "seqlen_k", "head_dim", "block_size", "workers", "causal", "seed")
-        _check_options("without varlen and paged", given, names)
-        new_names = {"block_size": "block_size_k", "workers": "num_workers"}
-        own = {new_names.get(name, name): value for name, value in given.items()}
-        problems = [random_problem(**own)] if own else worked_examples()
-        console = open_console()
-        for problem in problems:
-            print_problem(console, problem)
+    if html is not None:
+        check_page(html)
+    shown = read_options(**options)
+    console = open_console()
+    if html is not None:
+        write_page(html, shown)
+        console.print(f"written: {html}")
+        return
+    for each in shown:
+        print_shown(console, each)
+    if isinstance(shown[-1], TraceProblem):
         console.print(LEGEND)
 
 
-def _parse_lengths(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(n) for n in text.split(","))
-    except ValueError:
-        raise ArgumentError(
-            f"seqlens must be lengths between commas such as 3,1,5, got {text!r}"
-        ) from None
-
-
-def _check_options(what: str, given: dict[str, object], allowed: Sequence[str]) -> None:
-    for name, value in given.items():
-        if name not in allowed:
-            raise ArgumentError(
-                f"{name} must be left out {what}, got {value}; what counts is {', '.join(allowed)}"
-            )
+def print_shown(console: Console, shown: Shown) -> None:
+    """One of the three things that can be shown."""
+    if isinstance(shown, SequenceMap):
+        print_map(console, shown)
+    elif isinstance(shown, PagedDecode):
+        print_pages(console, shown)
+    else:
+        print_problem(console, shown)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -114,10 +87,8 @@ def print_problem(console: Console, problem: TraceProblem) -> None:
     console.print(inputs_table(problem))
     console.print("\nStandard attention: all of S and P in memory", style="bold")
     console.print(standard_table(standard.scores[0, 0], standard.probs[0, 0], out))
-    for each, owner in zip(
-        walks, ("workers split the keys of a block", "workers own query rows"), strict=True
-    ):
-        console.print(f"\n{each.order}: {owner}", style="bold")
+    for each in walks:
+        console.print(f"\n{each.order}: {OWNERS[each.order]}", style="bold")
         console.print(walk_table(each))
     console.print("\nSide by side", style="bold")
     console.print(comparison_table(walks, out))
@@ -194,11 +165,11 @@ def comparison_table(walks: Sequence[Walk], expected: Tensor) -> Table:
     row("a worker holds", "a part of each key block", "its query rows")
     row("for", "all query rows", "all keys they see")
     row("cross-worker reductions", *(each.num_reductions for each in walks))
-    row("tiles visited", *(len([s for s in each.steps if s.keys]) for each in walks))
+    row("tiles visited", *(each.num_visited for each in walks))
     row("tiles left out: all masked", *(each.num_skipped for each in walks))
     for i in range(len(expected)):
         row(f"last O, row {i}", *(_results(each.out[i]) for each in walks))
-    gaps = (float((each.out - expected).abs().max()) for each in walks)
+    gaps = (largest_gap(each.out, expected) for each in walks)
     row("largest difference to standard", *(f"{gap:.1e}" if gap else "0" for gap in gaps))
     return table
 
@@ -258,7 +229,7 @@ def print_pages(console: Console, decode: PagedDecode) -> None:
         where = f"page block_table[{i}][p // {decode.block_size}], slot p % {decode.block_size}"
         console.print(f"\nRequest {i}: position p lies in {where}")
         console.print(visits_table(decode, i))
-    gap = float((decode.tiled_out - decode.library_out).abs().max())
+    gap = largest_gap(decode.tiled_out, decode.library_out)
     console.print(
         "\nflash_attn_with_kvcache reads these pages in place: its O differs by at most "
         f"{f'{gap:.1e}' if gap else '0'}"
@@ -282,10 +253,9 @@ def pool_table(decode: PagedDecode) -> Table:
         if not requests:
             table.add_row(str(page), "0", "free", "")
             continue
-        visits = decode.visits[requests[0]]
-        tokens = next(visit.tokens for visit in visits if visit.page == page)
         names = " ".join(map(str, requests))
-        table.add_row(str(page), str(len(requests)), names, _span(tokens))
+        positions = _span(decode.positions_of_page(page))
+        table.add_row(str(page), str(len(requests)), names, positions)
     return table
 
 
