@@ -16,7 +16,8 @@ def test_every_device_is_complete() -> None:
     assert set(DEVICES) == {"rtx4090", "rtx3090", "a100", "l40s", "h100", "h200", "b200", "t4"}
     for name, device in DEVICES.items():
         assert device.name == name
-        assert device.source
+        for figure in ("FLOP/s", "GB/s", "L2"):
+            assert figure in device.source
         for dtype in DTYPES:
             if (name, dtype) != ("t4", "bf16"):
                 assert 1 < device.ridge(dtype) < 1000

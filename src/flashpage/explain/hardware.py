@@ -33,7 +33,7 @@ class Device:
         bf16, fp16: TFLOP/s of the matrix units, accumulating in fp32; None where there are none.
         bandwidth: of the device's memory, GB/s (1e9 bytes).
         l2: the last cache that all cores share, MiB; None where not known.
-        source: where each figure is from.
+        source: the document of each figure; "not verified" where no copy of it could be compared.
     """
 
     name: str
@@ -73,24 +73,26 @@ class Device:
         return self.peak_flops(dtype) / self.bytes_per_second
 
 
-# Add a device by a line. Sources are NVIDIA's own; figures printed with sparsity are halved.
+# Add a device by a line. Documents are NVIDIA's own; figures printed with sparsity are halved.
 # fmt: off
 DEVICES = {device.name: device for device in (
     #       name      title              fp32  bf16    fp16    GB/s  L2     source
-    Device("rtx4090", "GeForce RTX 4090", 82.6, 165.2,  165.2,  1008, 72,    "Ada whitepaper"),
-    Device("rtx3090", "GeForce RTX 3090", 35.6, 71.0,   71.0,   936,  6,     "GA102 whitepaper"),
+    Device("rtx4090", "GeForce RTX 4090", 82.6, 165.2,  165.2,  1008, 72,
+           "FLOP/s, GB/s, L2: Ada whitepaper"),
+    Device("rtx3090", "GeForce RTX 3090", 35.6, 71.0,   71.0,   936,  6,
+           "FLOP/s, GB/s, L2: GA102 whitepaper"),
     Device("a100",    "A100 80GB SXM",    19.5, 312.0,  312.0,  2039, 40,
-           "A100 80GB datasheet; L2: A100 whitepaper"),
+           "FLOP/s, GB/s: A100 80GB datasheet; L2: A100 whitepaper"),
     Device("l40s",    "L40S",             91.6, 362.05, 362.05, 864,  96,
-           "L40S datasheet; L2: Ada whitepaper (AD102)"),
+           "FLOP/s, GB/s: L40S datasheet; L2: Ada whitepaper, of a full AD102 (not verified)"),
     Device("h100",    "H100 SXM",         67.0, 989.5,  989.5,  3350, 50,
-           "H100 datasheet; L2: H100 whitepaper"),
+           "FLOP/s, GB/s: H100 datasheet; L2: H100 whitepaper"),
     Device("h200",    "H200 SXM",         67.0, 989.5,  989.5,  4800, 50,
-           "H200 datasheet; L2: H100 whitepaper (GH100)"),
+           "FLOP/s, GB/s: H200 datasheet; L2: H100 whitepaper (the same GH100)"),
     Device("b200",    "B200 (HGX)",       80.0, 2250.0, 2250.0, 8000, 126.5,
-           "Blackwell technical brief; L2: the CUDA driver's figure"),
+           "FLOP/s, GB/s: Blackwell technical brief; L2: the CUDA driver (not verified)"),
     Device("t4",      "T4",               8.1,  None,   65.0,   320,  4,
-           "T4 datasheet; L2: Turing whitepaper (TU104)"),
+           "FLOP/s, GB/s: T4 datasheet; L2: Turing whitepaper (TU104)"),
 )}
 # fmt: on
 
