@@ -8,12 +8,13 @@ TRITON ?= triton==3.6.0
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: help demo test browser aot lint format bench clean
+.PHONY: help demo test browser docs aot lint format bench clean
 
 help:
 	@echo "make demo    load SmolLM2-135M (fetched once, 93 MB) and write text with it"
 	@echo "make test    run the tests"
 	@echo "make browser install what the tests of pages need: playwright, and chromium on Debian"
+	@echo "make docs    draw the pictures and fill in the numbers of docs/attention.md again"
 	@echo "make aot     compile every kernel for every GPU of the tables (no GPU needed; minutes)"
 	@echo "make lint    check style"
 	@echo "make format  apply style"
@@ -46,6 +47,10 @@ browser: $(VENV)/installed
 	else \
 	  echo "no chromium, and not root on Debian: apt install chromium" >&2; exit 1; \
 	fi
+
+docs: $(VENV)/installed
+	@echo "-- drawing docs/pictures, filling in the numbers of docs/attention.md"
+	$(RUN) docs/make_docs.py
 
 aot: $(VENV)/installed
 	@echo "-- compiling the kernels ahead of time"
