@@ -24,6 +24,7 @@ from flashpage.explain.steps import (
     walk,
     worked_examples,
 )
+from memory_curve import memory_claims
 
 MARK = re.compile(r"<!--([a-z0-9-]+)-->(.*?)<!--/-->", re.DOTALL)
 
@@ -61,6 +62,7 @@ def all_claims() -> dict[str, str]:
         **_varlen(),
         **_paged(),
         **_gqa(),
+        **memory_claims(),
     }
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import claims
 import pictures
+from memory_curve import memory_picture
 
 DOCS = Path(__file__).parent
 
@@ -19,6 +20,7 @@ def make(folder: Path, text: str) -> str:
         sequences=claims.sequences(),
         decode=claims.decode(),
     )
+    memory_picture(folder / "memory.svg")
     return claims.fill(text, claims.all_claims())
 
 

@@ -22,7 +22,7 @@ def make_docs(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     import make_docs
 
     yield make_docs
-    for name in ("make_docs", "claims", "pictures"):
+    for name in ("make_docs", "claims", "pictures", "memory_curve"):
         sys.modules.pop(name, None)
 
 
@@ -71,13 +71,38 @@ def test_figures_of_the_literature(make_docs: ModuleType) -> None:
         assert claims[name] == text
 
 
+def test_measured_memory_grows_as_the_text_says(make_docs: ModuleType) -> None:
+    """When the length doubles: standard's four times, that of the others twice at most."""
+    claims = sys.modules["claims"].all_claims()
+    growth = {name: float(claims[f"memory-{name}-growth"]) for name in ("standard", "tiled")}
+    assert growth["standard"] == pytest.approx(4, abs=0.1)
+    assert growth["tiled"] <= 2
+    assert float(claims["memory-flashpage-growth"]) <= 2
+
+
 def test_no_number_is_left_unmarked() -> None:
     """What is no claim is a size of an example, or a name: those may stand in the text."""
     text = re.sub(
         r"<!--([a-z0-9-]+)-->.*?<!--/-->|`[^`]*`|^#.*$|!\[.*?\]\(.*?\)", "", DOCUMENT, flags=re.M
     )
     numbers = set(re.findall(r"(?<![\w.])\d[\d.,]*\d|(?<![\w.])\d", text))
-    sizes = {"0", "1", "2", "3", "4", "5", "8", "10", "11", "32", "128", "8192", "32768", "4090"}
+    sizes = {
+        "0",
+        "1",
+        "2",
+        "3",
+        "4",
+        "5",
+        "8",
+        "10",
+        "11",
+        "32",
+        "64",
+        "128",
+        "8192",
+        "32768",
+        "4090",
+    }
     assert numbers <= sizes
 
 
