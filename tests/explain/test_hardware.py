@@ -24,6 +24,23 @@ def test_every_device_is_complete() -> None:
         assert device.peak_flops("fp16") > device.peak_flops("fp32")
 
 
+@pytest.mark.parametrize(
+    ("name", "num_cores", "gigahertz"),
+    [
+        ("rtx4090", 16384, 2.520),
+        ("rtx3090", 10496, 1.695),
+        ("a100", 6912, 1.410),
+        ("l40s", 18176, 2.520),
+        ("h100", 16896, 1.980),
+        ("h200", 16896, 1.980),
+        ("t4", 2560, 1.590),
+    ],
+)
+def test_peaks_follow_from_cores_and_clock(name: str, num_cores: int, gigahertz: float) -> None:
+    """A multiply-add for each core and cycle, at the highest clock of the product."""
+    assert DEVICES[name].fp32 == pytest.approx(2 * num_cores * gigahertz / 1e3, rel=0.006)
+
+
 def test_ridge_of_the_rtx_4090() -> None:
     device = find_device("rtx4090", "fp32")
     assert device.peak_flops("fp32") == 82.6e12

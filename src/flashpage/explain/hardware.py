@@ -90,7 +90,7 @@ DEVICES = {device.name: device for device in (
     Device("h200",    "H200 SXM",         67.0, 989.5,  989.5,  4800, 50,
            "FLOP/s, GB/s: H200 datasheet; L2: H100 whitepaper (the same GH100)"),
     Device("b200",    "B200 (HGX)",       80.0, 2250.0, 2250.0, 8000, 126.5,
-           "FLOP/s, GB/s: Blackwell technical brief; L2: the CUDA driver (not verified)"),
+           "FLOP/s, GB/s: Blackwell technical brief; L2: the CUDA driver (tuning guide: 126 MB)"),
     Device("t4",      "T4",               8.1,  None,   65.0,   320,  4,
            "FLOP/s, GB/s: T4 datasheet; L2: Turing whitepaper (TU104)"),
 )}
