@@ -39,7 +39,7 @@ test: $(VENV)/installed
 browser: $(VENV)/installed
 	@echo "-- installing playwright, and chromium if there is none (Debian, as root)"
 	$(RUN) -m pip install --quiet --disable-pip-version-check --editable ".[browser]"
-	@if command -v chromium chromium-browser >/dev/null; then \
+	@if command -v chromium >/dev/null || command -v chromium-browser >/dev/null; then \
 	  echo "chromium is there"; \
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	  apt-get update -qq && \

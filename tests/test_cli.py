@@ -332,6 +332,7 @@ class TestRoofline:
             (("--decode", "--backward"), "backward must be False over pages"),
             (("--decode", "--block-size", "0"), "block_size must be from 1"),
             (("--plot", "a.gif"), "plot must end in .png or .svg, got 'a.gif'"),
+            (("--gpu", "t4", "--theme", "sepia"), "theme must be one of light, dark, got 'sepia'"),
             (("--memory", "--causal"), "memory must be of dense attention without mask"),
             (("--memory", "--measure"), "memory must be measured without backward and measure"),
         ],

@@ -63,6 +63,12 @@ class Point:
     is_measured: bool = False
 
 
+def check_theme(theme: str) -> None:
+    """Raises ArgumentError for a theme that is not in `THEMES`, also where nothing is drawn."""
+    if theme not in THEMES:
+        raise ArgumentError(f"theme must be one of {', '.join(THEMES)}, got {theme!r}")
+
+
 def check_plot(path: Path, theme: str) -> None:
     """What would keep a picture from being written, said before anything is measured.
 
@@ -76,8 +82,7 @@ def check_plot(path: Path, theme: str) -> None:
         raise ArgumentError(f"plot must be in a directory that exists, got {str(path)!r}")
     if os.path.isdir(path):  # not of pathlib, which raises on names too long
         raise ArgumentError(f"plot must be a file, got the directory {str(path)!r}")
-    if theme not in THEMES:
-        raise ArgumentError(f"theme must be one of {', '.join(THEMES)}, got {theme!r}")
+    check_theme(theme)
     require("matplotlib", "explain")
 
 

@@ -92,6 +92,7 @@ def report_roofline(
         ArgumentError: an unknown device, or one without that dtype; a file that can not be drawn.
         MissingDependencyError: `plot` without matplotlib.
     """
+    plots.check_theme(theme)
     if plot is not None:
         plots.check_plot(plot, theme)
     algorithms = costs(work, backward=backward)
@@ -130,6 +131,7 @@ def report_memory(work: Workload, *, plot: Path | None = None, theme: str = "lig
 
     Raises: as `report_roofline` and `measure_memory`.
     """
+    plots.check_theme(theme)
     if plot is not None:
         plots.check_plot(plot, theme)
     seqlens = halvings(work.seqlens_k[0])
