@@ -317,7 +317,9 @@ def backends(
 @_report_errors
 def roofline(
     gpu: Annotated[str, typer.Option(help="A device of --list, or this: measured now.")] = "this",
-    seqlen: Annotated[int, typer.Option(help="Tokens of each sequence; --decode: keys.")] = 8192,
+    seqlen: Annotated[
+        int | None, typer.Option(help="Tokens of each sequence; --decode: keys. Default: 8192.")
+    ] = None,
     batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
     varlen: Annotated[
         str | None, typer.Option(help="Lengths between commas, instead of --seqlen and --batch.")
@@ -325,7 +327,9 @@ def roofline(
     decode: Annotated[
         bool, typer.Option("--decode", help="One new token a sequence, K and V in pages.")
     ] = False,
-    block_size: Annotated[int, typer.Option(help="Tokens of a page, with --decode.")] = 16,
+    block_size: Annotated[
+        int | None, typer.Option(help="Tokens of a page, with --decode. Default: 16.")
+    ] = None,
     heads: Annotated[int, typer.Option(help="Query heads.")] = 1,
     kv_heads: Annotated[int | None, typer.Option(help="Default: as many as --heads.")] = None,
     head_dim: Annotated[int, typer.Option(help="1 to 256.")] = 128,

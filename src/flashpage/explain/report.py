@@ -27,10 +27,13 @@ from flashpage.explain.memory import MemoryPoint, at_seqlen, halvings, measure_m
 from flashpage.explain.roofline import Cost, Workload, bound, check_size, costs
 from flashpage.explain.terminal import open_console
 
+DEFAULT_SEQLEN = 8192
+DEFAULT_BLOCK_SIZE = 16
+
 
 def make_workload(
     *,
-    seqlen: int,
+    seqlen: int | None = None,
     varlen: str | None = None,
     decode: bool = False,
     batch: int = 1,
@@ -39,12 +42,12 @@ def make_workload(
     head_dim: int = 128,
     dtype: str = "fp32",
     causal: bool = False,
-    block_size: int = 16,
+    block_size: int | None = None,
 ) -> Workload:
     """The workload that the options of the command line describe.
 
     Args:
-        seqlen: of each of `batch` sequences; with decode, keys in the cache.
+        seqlen: of each of `batch` sequences, 8192 if left out; with decode, keys in the cache.
         varlen: lengths between commas, instead of seqlen and batch.
         decode: one new query a sequence, K and V in pages of block_size tokens.
         num_kv_heads: default num_q_heads.
@@ -52,12 +55,17 @@ def make_workload(
     Raises:
         ArgumentError: a size that is not possible.
     """
+    if block_size is not None and not decode:
+        raise ArgumentError(f"block_size must be left out without decode, got {block_size}")
     if varlen is None:
+        seqlen = DEFAULT_SEQLEN if seqlen is None else seqlen
         check_size("seqlen", seqlen)
         check_size("batch", batch)
         seqlens = (seqlen,) * batch
     elif batch != 1:
         raise ArgumentError(f"batch must be left out when varlen gives every length, got {batch}")
+    elif seqlen is not None:
+        raise ArgumentError(f"seqlen must be left out when varlen gives every length, got {seqlen}")
     else:
         try:
             seqlens = tuple(int(n) for n in varlen.split(","))
@@ -65,6 +73,8 @@ def make_workload(
             raise ArgumentError(
                 f"varlen must be lengths between commas such as 512,1024, got {varlen!r}"
             ) from None
+        if min(seqlens) < 1:
+            raise ArgumentError(f"varlen must be lengths from 1, got {varlen!r}")
     return Workload(
         seqlens_q=(1,) * len(seqlens) if decode else seqlens,
         seqlens_k=seqlens,
@@ -73,7 +83,9 @@ def make_workload(
         head_dim=head_dim,
         dtype=dtype,
         causal=causal,
-        block_size=block_size if decode else None,
+        block_size=(block_size if block_size is not None else DEFAULT_BLOCK_SIZE)
+        if decode
+        else None,
     )
 
 
