@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashpage.explain.hardware import processor
+
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 
@@ -101,17 +103,6 @@ def medians(contenders: dict[str, Callable[[], object]]) -> dict[str, float]:
 
 def randn(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = False) -> Tensor:
     return torch.randn(shape, device=DEVICE).to(dtype).requires_grad_(grad)
-
-
-def processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def setup() -> dict[str, Any]:

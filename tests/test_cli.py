@@ -67,6 +67,15 @@ def reference(model: str, prompt: Any, seed: int = 0, **params: Any) -> Any:
     return llm.generate([prompt], flashpage.SamplingParams(**params))[0]
 
 
+def assert_refused(result: Any, words: str) -> None:
+    """One line on stderr that says why, nothing on stdout, exit status 2."""
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("flashpage: error: ")
+    assert words in line
+    assert not result.stdout
+
+
 class TestGenerate:
     def test_text_on_stdout_numbers_on_stderr(self, invoke: Any, model: str) -> None:
         result = invoke("generate", "Hello", "--max-tokens", "12")
@@ -342,11 +351,7 @@ class TestRoofline:
     )
     def test_refused(self, options: tuple[str, ...], words: str) -> None:
         result = self.run(*options)
-        assert result.exit_code == 2
-        (line,) = result.stderr.splitlines()
-        assert line.startswith("flashpage: error: ")
-        assert words in line
-        assert not result.stdout
+        assert_refused(result, words)
 
 
 class TestTrace:
@@ -427,11 +432,7 @@ class TestTrace:
     )
     def test_refused(self, options: tuple[str, ...], words: str) -> None:
         result = self.run(*options)
-        assert result.exit_code == 2
-        (line,) = result.stderr.splitlines()
-        assert line.startswith("flashpage: error: ")
-        assert words in line
-        assert not result.stdout
+        assert_refused(result, words)
 
 
 def test_help_imports_nothing_heavy() -> None:

@@ -126,8 +126,10 @@ def machine() -> dict[str, str]:
     """What a measurement was made on."""
     import torch
 
+    from flashpage.explain.hardware import processor
+
     found = {
-        "processor": platform.processor() or platform.machine(),
+        "processor": processor(),
         "python": platform.python_version(),
         "torch": torch.__version__,
     }

@@ -8,10 +8,10 @@ import math
 import pytest
 import torch
 
+from flashpage.layers.fused import rope
 from flashpage.layers.rope import (
     RopeConfig,
     RotaryEmbedding,
-    apply_rope,
     inverse_frequencies,
     yarn_attention_factor,
 )
@@ -24,7 +24,7 @@ def test_rotates_each_plane_by_its_angle() -> None:
     """Dimensions i and i + head_dim / 2 are the parts of one complex number."""
     x = torch.randn(3, 2, 8)
     positions = torch.tensor([0, 1, 1000])
-    rotated = apply_rope(x, RotaryEmbedding(8, RopeConfig())(positions, torch.float32))
+    rotated = rope(x, *RotaryEmbedding(8, RopeConfig())(positions, torch.float32))
     for t, position in enumerate(positions.tolist()):
         for head in range(2):
             for i in range(4):
@@ -38,8 +38,8 @@ def test_input_is_not_written_and_may_be_strided() -> None:
     fused = torch.randn(5, 6, 16)
     before = fused.clone()
     rotation = RotaryEmbedding(16, RopeConfig())(torch.arange(5), torch.float32)
-    strided = apply_rope(fused[:, 1:4], rotation)
-    assert torch.equal(strided, apply_rope(fused[:, 1:4].contiguous(), rotation))
+    strided = rope(fused[:, 1:4], *rotation)
+    assert torch.equal(strided, rope(fused[:, 1:4].contiguous(), *rotation))
     assert torch.equal(fused, before)
 
 
@@ -52,7 +52,7 @@ def test_scores_depend_on_distance_only() -> None:
             rotary(torch.tensor([i]), torch.float64),
             rotary(torch.tensor([j]), torch.float64),
         )
-        return (apply_rope(q, at_i) * apply_rope(k, at_j)).sum().item()
+        return (rope(q, *at_i) * rope(k, *at_j)).sum().item()
 
     assert score(3, 1) == pytest.approx(score(102, 100), abs=1e-4)
 

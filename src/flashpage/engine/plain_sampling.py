@@ -24,16 +24,11 @@ class PlainSampling(NamedTuple):
         return temperature, min_p, uniform
 
 
-def num_output_tokens(sequence: Sequence) -> int:
-    """Generated tokens, a pending one included."""
-    return sequence.num_output_tokens + sequence.num_pending
-
-
 def plain_sampling(sequences: list[Sequence]) -> PlainSampling:
     """The same random numbers as `mix_seed` gives one by one, so that no batch changes a draw."""
     params = [sequence.params for sequence in sequences]
     seeds = np.array([sequence.seed & MASK_64 for sequence in sequences], dtype=np.uint64)
-    draws = np.array([num_output_tokens(sequence) for sequence in sequences], dtype=np.uint64)
+    draws = np.array([sequence.num_chosen_tokens for sequence in sequences], dtype=np.uint64)
     return PlainSampling(
         np.array([0.0 if p.is_greedy else p.temperature for p in params], dtype=np.float32),
         np.array([p.min_p for p in params], dtype=np.float32),

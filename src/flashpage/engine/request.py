@@ -44,7 +44,7 @@ class Sequence:
     seed: int
     token_ids: list[int]
 
-    is_running: bool = False
+    is_running: bool = False  # in the scheduler's list, which is too long to search per token
     num_computed_tokens: int = 0  # those of a step that is still running count as computed
     num_pending: int = 0  # tokens chosen by steps that have not been waited for
     pending_row: int = -1  # where the last of these steps leaves its token
@@ -79,6 +79,11 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def num_chosen_tokens(self) -> int:
+        """Generated tokens, pending ones included."""
+        return self.num_output_tokens + self.num_pending
+
+    @property
     def num_uncomputed_tokens(self) -> int:
         """Tokens, a pending one included, whose keys and values are not in the cache."""
         return len(self.token_ids) + self.num_pending - self.num_computed_tokens
@@ -86,7 +91,7 @@ class Sequence:
     @property
     def may_go_on(self) -> bool:
         """Whether a token may follow the pending one, if there is one."""
-        return self.num_output_tokens + self.num_pending < self.request.max_tokens
+        return self.num_chosen_tokens < self.request.max_tokens
 
     @property
     def is_finished(self) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from flashpage.cache.kv_cache import KVCache
 from flashpage.engine.config import EngineConfig
 from flashpage.engine.cuda_graph import Capture, Ladder, Shape, StepGraphs, cuda_capture
-from flashpage.engine.plain_sampling import num_output_tokens, plain_sampling
+from flashpage.engine.plain_sampling import plain_sampling
 from flashpage.engine.request import Sequence, mix_seed
 from flashpage.engine.scheduler import Chunk
 from flashpage.layers.attention import (
@@ -108,10 +108,9 @@ class Runner:
         self._config = config
         self._device = torch.device(config.device)
         self._eos_token_ids = eos_token_ids
-        # The tokens of the last step, which the next one may start from before the host knows them.
         self._ladder = Ladder(config)
-        rows = max(self._ladder.max_rows, config.max_num_seqs)
-        self._sampled = torch.zeros(rows, dtype=torch.int64, device=self._device)
+        # The tokens of the last step, which the next one may start from before the host knows them.
+        self._sampled = torch.zeros(self._ladder.max_rows, dtype=torch.int64, device=self._device)
         if capture is None and self._device.type == "cuda" and not config.enforce_eager:
             capture = cuda_capture()
         self._graphs = (
@@ -218,7 +217,7 @@ class Runner:
 
     def _all_plain(self, sequences: list[Sequence]) -> bool:
         return all(
-            s.request.is_plain and num_output_tokens(s) >= s.params.min_tokens for s in sequences
+            s.request.is_plain and s.num_chosen_tokens >= s.params.min_tokens for s in sequences
         )
 
     def _choose(self, logits: Tensor, sequences: list[Sequence], places: list[int]) -> Sampled:
@@ -314,14 +313,14 @@ def _row_sampling(sequence: Sequence, eos_token_ids: frozenset[int]) -> RowSampl
     """The sampler's view of a sequence, from its history alone: no step leaves a trace here."""
     params = sequence.params
     masked: set[int] = set()
-    if num_output_tokens(sequence) < params.min_tokens:
+    if sequence.num_chosen_tokens < params.min_tokens:
         masked = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
     seen: list[int] = []
     if params.repetition_penalty != 1.0:
         seen = [*sequence.request.prompt_token_set, *sequence.output_counts]
     return RowSampling(
         temperature=0.0 if params.is_greedy else params.temperature,
-        uniform=(mix_seed(sequence.seed, num_output_tokens(sequence)) >> 11) / (1 << 53),
+        uniform=(mix_seed(sequence.seed, sequence.num_chosen_tokens) >> 11) / (1 << 53),
         top_k=max(params.top_k, 0),
         top_p=params.top_p,
         min_p=params.min_p,

@@ -129,7 +129,10 @@ class Scheduler:
             assert sequence.is_running
             assert id(sequence) not in self.waiting
             assert not sequence.is_finished
-            assert 0 <= sequence.num_computed_tokens <= sequence.num_tokens + sequence.num_pending
+            assert sequence.num_computed_tokens >= 0
+            # A prompt that is only scored has nothing left while its last step runs.
+            is_scored = self.config.overlap and sequence.request.max_tokens == 0
+            assert sequence.num_uncomputed_tokens > 0 or is_scored
             assert len(sequence.block_ids) * self.config.block_size >= sequence.num_computed_tokens
         for sequence in self.waiting.values():
             assert not sequence.is_running

@@ -150,7 +150,7 @@ def measure_this_machine(dtype: str, *, seconds: float = 0.5) -> Device:
         l2 = torch.cuda.get_device_properties(where).L2_cache_size / 2**20
         threads = ""
     else:
-        title, l2 = f"this machine ({_processor()})", None
+        title, l2 = f"this machine ({processor()})", None
         count = torch.get_num_threads()
         threads = f" on {count} thread{'s' * (count > 1)}"
     return Device(
@@ -229,7 +229,8 @@ def free_bytes(device: torch.device) -> int:
     return 2**31
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The name of this machine's processor, as far as it can be found."""
     try:
         with open("/proc/cpuinfo") as file:
             for line in file:

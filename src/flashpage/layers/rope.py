@@ -9,8 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flashpage.layers.fused import rope
-
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
@@ -98,11 +96,6 @@ class RotaryEmbedding(nn.Module):
         growth = self.config.factor * length / original - (self.config.factor - 1)
         theta = self.config.theta * growth ** (self.head_dim / (self.head_dim - 2))
         return (1.0 / theta ** _exponents(self.head_dim).to(positions.device)).float()
-
-
-def apply_rope(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate the heads of `x`, `[T, heads, head_dim]`; returns a new tensor of that shape."""
-    return rope(x, rotation.cos, rotation.sin)
 
 
 def inverse_frequencies(head_dim: int, config: RopeConfig) -> Tensor:
