@@ -1,10 +1,24 @@
-"""A dense layer that may keep its weight in the processor's packed layout; knows no model."""
+"""A dense layer, packed for the processor where that pays, and its fusions; knows no model."""
 
 from __future__ import annotations
+
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from flashpage.attention.triton.runtime import capability
+from flashpage.layers import fused
+from flashpage.layers.norm import RMSNorm
+
+FEW_ROWS = 8
+"""Rows up to which the kernels of `triton_linear` serve (benchmarks/linear.py: what that gains)."""
+FEW_ROWS_BYTES = 2**28
+"""Of a weight that they serve. Of larger ones cuBLAS reads one row's product at the memory's rate:
+the head of Qwen3-0.6B, 311 MB, in 75 us on an H200 (4.1 TB/s), its gate_up of 12.6 MB at 1.1."""
+FEW_ROWS_WIDTH = 2**15
+"""in_features that they serve: their loop over them is unrolled."""
 
 
 class Linear(nn.Module):
@@ -40,7 +54,22 @@ class Linear(nn.Module):
         """`[..., in_features]` -> `[..., out_features]`, in the dtype of the weight."""
         if self._packed is not None:
             return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        if self.takes_few_rows(x):
+            return _few_rows().linear(x, self.weight, self.bias)
         return F.linear(x, self.weight, self.bias)
+
+    def takes_few_rows(self, x: Tensor) -> bool:
+        """Whether the kernels for a few rows serve this x: the one place that decides it."""
+        return (
+            self.weight is not None
+            and 0 < x.numel() <= FEW_ROWS * self.in_features
+            and self.in_features <= FEW_ROWS_WIDTH
+            and self.weight.nbytes <= FEW_ROWS_BYTES
+            and self.weight.dtype == x.dtype
+            and self.weight.stride(1) == 1
+            and fused.on_gpu(x, self.weight)
+            and capability(x.device) >= 80
+        )
 
     def prepare(self) -> None:
         """Pack the weight where that is faster, and drop the plain copy; call once, after loading.
@@ -64,6 +93,32 @@ class Linear(nn.Module):
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, packed={self.is_packed}"
         )
+
+
+def add_norm_linear(
+    x: Tensor, residual: Tensor, norm: RMSNorm, linear: Linear, *, gated: bool = False
+) -> tuple[Tensor, Tensor]:
+    """`(linear(norm(x + residual)), x + residual)`; with `gated`, `silu_and_mul` of the first.
+
+    Args:
+        x, residual: `[..., in_features]`.
+
+    Returns:
+        `[..., out_features]` (gated: half of that), and the sum, rounded, `[..., in_features]`.
+    """
+    if linear.takes_few_rows(x):
+        return _few_rows().add_norm_linear(
+            x, residual, norm.weight, norm.eps, linear.weight, linear.bias, gated=gated
+        )
+    normed, total = norm.add(x, residual)
+    out = linear(normed)
+    return (fused.silu_and_mul(out) if gated else out), total
+
+
+def _few_rows() -> ModuleType:
+    from flashpage.layers import triton_linear
+
+    return triton_linear
 
 
 def can_pack(weight: Tensor) -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any
 
 import torch
 import triton
@@ -216,8 +215,9 @@ def _split_kernel(
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
-        # The combine kernel may be set up while this one runs; it waits for its end.
+        # The next kernel may be set up while this one runs; it waits for its end.
         gdc_launch_dependents()
+        gdc_wait()
     # Heads vary fastest: programs that run together read neighbouring memory.
     pid = tl.program_id(0)
     kv_head = pid % num_kv_heads
@@ -367,6 +367,7 @@ def _combine_kernel(
     there = real[:, None] & (splits < num_splits)[None, :]
     place = rows[:, None] * num_splits + splits[None, :]
     if OVERLAP:
+        gdc_launch_dependents()
         gdc_wait()
     m = tl.load(max_ptr + place, mask=there, other=float("-inf"))
     l = tl.load(sum_ptr + place, mask=there, other=0.0)  # noqa: E741 - the field's name
@@ -456,11 +457,6 @@ def _capacity(inputs: DecodeInputs) -> int:
     return length if inputs.block_table is None else inputs.block_table.shape[1] * length
 
 
-def _overlap(device: torch.device) -> dict[str, Any]:
-    """The combine kernel is set up while the split kernel runs, where the hardware can."""
-    return {"launch_pdl": True} if runtime.capability(device) >= 90 else {}
-
-
 def _launch_split(
     problem: Problem,
     inputs: DecodeInputs,
@@ -477,6 +473,7 @@ def _launch_split(
     slopes = inputs.alibi_slopes
     raw = raw_scores(problem)
     align = alignment(q, k, v)
+    overlap = runtime.overlap(q.device)
     _split_kernel[(batch * num_splits * num_tiles * problem.num_kv_heads,)](
         q,
         k,
@@ -517,10 +514,11 @@ def _launch_split(
         RAW_SCORES=raw,
         SPLIT=sums is not None,
         STAGES=tile.num_stages(table is not None),
-        OVERLAP=sums is not None and bool(_overlap(q.device)),
+        OVERLAP=bool(overlap),
         num_warps=tile.num_warps,
         # Logits are rounded before their maximum is taken off: fused, they would not cancel.
         enable_fp_fusion=raw,
+        **overlap,
     )
 
 
@@ -531,7 +529,7 @@ def _launch_combine(
     # Few variants, so that no number of splits compiles its own.
     block_s = 8 if num_splits <= 8 else 32 if num_splits <= 32 else MAX_NUM_SPLITS
     block_r = 4 if block_s == 8 else 1
-    overlap = _overlap(out.device)
+    overlap = runtime.overlap(out.device)
     _combine_kernel[(cdiv(num_rows, block_r),)](
         partial,
         maxima,
