@@ -37,7 +37,7 @@ class Tile:
 
 
 BYTES = 2**15
-"""of the weight, on their way to one program"""
+"""of the weight, on their way to one program of one or two rows"""
 PROGRAMS = 256
 """at least, while a program has more than 4 rows: about two on each multiprocessor"""
 
@@ -50,13 +50,14 @@ def choose_tile(n: int, k: int, element_size: int, num_rows: int) -> Tile:
     k: a row's result is the same in any company.
     """
     block_k = min(max(next_power_of_2(k), 16), 1024)
-    # Each row of x has sums of its own in registers.
-    block_n = 16 if num_rows <= 2 else 8
+    # Each row of x has sums of its own in registers: less room for the weight.
+    size = BYTES if num_rows <= 2 else BYTES // 2
+    block_n = 16
     while block_n > 4 and (
-        cdiv(n, block_n) < PROGRAMS or block_n * cdiv(k, block_k) * block_k * element_size > BYTES
+        cdiv(n, block_n) < PROGRAMS or block_n * cdiv(k, block_k) * block_k * element_size > size
     ):
         block_n //= 2
-    depth = max(BYTES // (block_n * block_k * element_size), 1)
+    depth = max(size // (block_n * block_k * element_size), 1)
     return Tile(block_n, block_k, min(depth, cdiv(k, block_k)))
 
 
@@ -78,6 +79,28 @@ def _chunk(row_ptr, start, K: tl.constexpr, BLOCK: tl.constexpr):
     """BLOCK columns of one row."""
     columns = start + tl.arange(0, BLOCK)
     return tl.load(row_ptr + columns, mask=columns < K, other=0.0)
+
+
+@triton.jit
+def _add_and_square(
+    x_ptr,
+    residual_ptr,
+    total_ptr,
+    stride_x,
+    stride_residual,
+    row,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The sum of squares of a row of x + residual, which the first program writes to total."""
+    x = _chunk(x_ptr + row * stride_x, 0, K, BLOCK)
+    residual = _chunk(residual_ptr + row * stride_residual, 0, K, BLOCK)
+    total = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+    if tl.program_id(0) == 0:
+        columns = tl.arange(0, BLOCK)
+        tl.store(total_ptr + row * K + columns, total, mask=columns < K)
+    total = total.to(tl.float32)
+    return tl.sum(total * total, 0)
 
 
 @triton.jit(do_not_specialize=["num_rows", "eps"])
@@ -138,15 +161,11 @@ def _linear_kernel(
     for m in tl.static_range(ROWS):
         sums += (tl.zeros([BLOCK_N, BLOCK_K // VECTOR], tl.float32),)
         if norm_ptr is not None:
-            row = tl.minimum(m, num_rows - 1).to(tl.int64)
-            x = _chunk(x_ptr + row * stride_x, 0, K, BLOCK_NORM)
-            other = _chunk(residual_ptr + row * stride_residual, 0, K, BLOCK_NORM)
-            total = (x.to(tl.float32) + other.to(tl.float32)).to(dtype)
-            if tl.program_id(0) == 0:
-                columns = tl.arange(0, BLOCK_NORM)
-                tl.store(total_ptr + row * K + columns, total, mask=columns < K)
-            total = total.to(tl.float32)
-            scales += (1.0 / tl.sqrt_rn(tl.sum(total * total, 0) / K + eps),)
+            squares = _add_and_square(
+                x_ptr, residual_ptr, total_ptr, stride_x, stride_residual,
+                tl.minimum(m, num_rows - 1).to(tl.int64), K, BLOCK_NORM,
+            )  # fmt: skip
+            scales += (1.0 / tl.sqrt_rn(squares / K + eps),)
 
     STEP: tl.constexpr = DEPTH * BLOCK_K
     for start in range(0, K, STEP):

@@ -274,6 +274,8 @@ def representative() -> Iterator[Case]:
         for rows in (1, 8):
             few = partial(compile_few_rows, BF16, rows, *QWEN3_06B)
             yield Case(f"products of {rows} rows", capability, few, True)
+    few = partial(compile_few_rows, BF16, 2, *LLAMA3_8B)
+    yield Case("products of 2 rows, wide", 90, few, True)
     yield Case("cache", 90, lambda: compile_cache(BF16, 128, 16), True)
     options = {"window_left": 64, "window_right": 8, "has_alibi": True, "softcap": 20.0}
     yield Case("forward options", 86, lambda: compile_forward("varlen", FP16, 80, **options))
