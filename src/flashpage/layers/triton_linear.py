@@ -47,9 +47,11 @@ def choose_tile(n: int, k: int, element_size: int, num_rows: int) -> Tile:
     """The tile for a weight `[n, k]` and `num_rows` rows of x.
 
     The order in which a sum is added up follows from block_k and num_warps alone, and these from
-    k: a row's result is the same in any company.
+    k: a row's result is the same in any company. For that the smallest tile, of 4 rows, must have
+    16 bytes for each thread.
     """
-    block_k = min(max(next_power_of_2(k), 16), 1024)
+    block_k = min(max(next_power_of_2(k), 64), 1024)
+    num_warps = min(block_k * element_size // 128, 4)
     # Each row of x has sums of its own in registers: less room for the weight.
     size = BYTES if num_rows <= 2 else BYTES // 2
     block_n = 16
@@ -57,8 +59,9 @@ def choose_tile(n: int, k: int, element_size: int, num_rows: int) -> Tile:
         cdiv(n, block_n) < PROGRAMS or block_n * cdiv(k, block_k) * block_k * element_size > size
     ):
         block_n //= 2
-    depth = max(size // (block_n * block_k * element_size), 1)
-    return Tile(block_n, block_k, min(depth, cdiv(k, block_k)))
+    # Chunks of as many rows of x are in registers beside the weight's.
+    depth = min(size // (block_n * block_k * element_size), 8 // next_power_of_2(num_rows))
+    return Tile(block_n, block_k, min(max(depth, 1), cdiv(k, block_k)), num_warps)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -82,25 +85,30 @@ def _chunk(row_ptr, start, K: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _add_and_square(
+def _scales(
     x_ptr,
     residual_ptr,
-    total_ptr,
     stride_x,
     stride_residual,
-    row,
+    rows,
+    eps,
     K: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The sum of squares of a row of x + residual, which the first program writes to total."""
-    x = _chunk(x_ptr + row * stride_x, 0, K, BLOCK)
-    residual = _chunk(residual_ptr + row * stride_residual, 0, K, BLOCK)
-    total = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
-    if tl.program_id(0) == 0:
-        columns = tl.arange(0, BLOCK)
-        tl.store(total_ptr + row * K + columns, total, mask=columns < K)
-    total = total.to(tl.float32)
-    return tl.sum(total * total, 0)
+    """1 / sqrt(mean square + eps) of each row of x + residual, `[ROWS]`."""
+    # As many loads on their way together as there are registers for.
+    CHUNKS: tl.constexpr = (K + BLOCK - 1) // BLOCK
+    AHEAD: tl.constexpr = CHUNKS if CHUNKS * ROWS <= 8 else 8 // ROWS
+    squares = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in range(0, K, AHEAD * BLOCK):
+        for i in tl.static_range(AHEAD):
+            place = start + i * BLOCK
+            x = _rows_chunk(x_ptr, rows, stride_x, place, K, BLOCK)
+            residual = _rows_chunk(residual_ptr, rows, stride_residual, place, K, BLOCK)
+            total = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype).to(tl.float32)
+            squares += total * total
+    return 1.0 / tl.sqrt_rn(tl.sum(squares, 1) / K + eps)
 
 
 @triton.jit(do_not_specialize=["num_rows", "eps"])
@@ -156,16 +164,15 @@ def _linear_kernel(
     if OVERLAP:
         gdc_wait()
 
-    scales = ()
+    if norm_ptr is not None:
+        ms = tl.arange(0, ROWS)
+        real = tl.minimum(ms, num_rows - 1).to(tl.int64)
+        scales = _scales(
+            x_ptr, residual_ptr, stride_x, stride_residual, real, eps, K, ROWS, BLOCK_NORM
+        )
     sums = ()
-    for m in tl.static_range(ROWS):
+    for _ in tl.static_range(ROWS):
         sums += (tl.zeros([BLOCK_N, BLOCK_K // VECTOR], tl.float32),)
-        if norm_ptr is not None:
-            squares = _add_and_square(
-                x_ptr, residual_ptr, total_ptr, stride_x, stride_residual,
-                tl.minimum(m, num_rows - 1).to(tl.int64), K, BLOCK_NORM,
-            )  # fmt: skip
-            scales += (1.0 / tl.sqrt_rn(squares / K + eps),)
 
     STEP: tl.constexpr = DEPTH * BLOCK_K
     for start in range(0, K, STEP):
@@ -188,8 +195,12 @@ def _linear_kernel(
                     other_ptr = residual_ptr + row * stride_residual
                     other = _chunk(other_ptr, start + d * BLOCK_K, K, BLOCK_K)
                     # Rounded where the steps by themselves round: after the sum, after the norm.
-                    total = (x.to(tl.float32) + other.to(tl.float32)).to(dtype).to(tl.float32)
-                    x = (total * scales[m] * gains[d].to(tl.float32)).to(dtype)
+                    total = (x.to(tl.float32) + other.to(tl.float32)).to(dtype)
+                    columns = start + d * BLOCK_K + tl.arange(0, BLOCK_K)
+                    written = (columns < K) & (tl.program_id(0) == 0)
+                    tl.store(total_ptr + row * K + columns, total, mask=written)
+                    scale = tl.sum(tl.where(ms == m, scales, 0.0), 0)
+                    x = (total.to(tl.float32) * scale * gains[d].to(tl.float32)).to(dtype)
                 products = weights[d].to(tl.float32) * x.to(tl.float32)[None, :]
                 products = tl.reshape(products, (BLOCK_N, BLOCK_K // VECTOR, VECTOR))
                 added += (sums[m] + tl.sum(products, 2),)
@@ -297,7 +308,7 @@ def _launch(
             BLOCK_N=tile.block_n,
             BLOCK_K=tile.block_k,
             DEPTH=tile.depth,
-            BLOCK_NORM=next_power_of_2(k),
+            BLOCK_NORM=512 * tile.num_warps // x.element_size(),
             OVERLAP=bool(overlap),
             num_warps=tile.num_warps,
             **overlap,
