@@ -257,7 +257,8 @@ class StepGraphs:
         return result
 
     def _step(self, shape: Shape, x: Inputs) -> Tensor:
-        earlier = self._sampled[x.source.clamp(min=0)]
+        # A row without a token (-1) ends its sequence; the host does not know it yet.
+        earlier = self._sampled[x.source.clamp(min=0)].clamp(min=0)
         input_ids = torch.where(x.source >= 0, earlier, x.token_ids.long())
         decode = prefill = None
         if shape.decodes:
