@@ -109,6 +109,19 @@ def test_the_same_tokens_as_without_graphs(config, overlap, num_blocks):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("budget", [3, 4])
+def test_prompts_in_chunks_of_one_token(budget, overlap):
+    """Where decodes leave room for one token, it may lie in the middle of a prompt."""
+    rng = random.Random(budget)
+    params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+    prompts = [[rng.randrange(3, 301) for _ in range(length)] for length in (5, 9, 14, 3, 22)]
+    requests = [(prompt, params) for prompt in prompts]
+    expected = run(make_engine(LLAMA), requests)
+    options = {"max_num_seqs": 3, "max_num_batched_tokens": budget, "overlap": overlap}
+    assert run(make_engine(LLAMA, Again(), **options), requests) == expected
+
+
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("graphs", [False, True])
 def test_logits_that_are_not_numbers_end_their_request_alone(graphs, overlap):
     """With overlap, a step after the missing token has been launched when the host learns of it."""
