@@ -94,9 +94,13 @@ def make_every_product(model: nn.Module) -> None:
 
 def draw_request(rng: random.Random) -> Asked:
     length = rng.randint(1, 500) if rng.random() < 0.05 else rng.randint(1, 60)
-    prompt = [*rng.choice(BEGINNINGS), *(rng.randrange(256) for _ in range(length))]
+    prompt = [rng.randrange(256) for _ in range(length)]
     if rng.random() < 0.03:
+        # With a beginning of its own: in a masked tile 0 * NaN is NaN, so the keys and values of
+        # tokens before POISON are poisoned too, and can be hit until the first logits tell of it.
         prompt.insert(rng.randrange(len(prompt) + 1), POISON)
+    else:
+        prompt = [*rng.choice(BEGINNINGS), *prompt]
     max_tokens = 0 if rng.random() < 0.03 else rng.randint(1, rng.choice([10, 60, 200]))
     options = {
         "max_tokens": max_tokens,
