@@ -75,10 +75,10 @@ def make_engine(device: str, tokenizer) -> Engine:
     )
     engine = Engine(model, tokenizer, config)
     engine.kv_cache.fill_(torch.nan)
-    fused.load_kernels()
-    attention.load_kernels()
     engine.warm_up()
     if device == "cpu":
+        fused.load_kernels()
+        attention.load_kernels()
         make_every_product(model)
     return engine
 
