@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flashpage.cache.kv_cache import KVCache
-from flashpage.engine.config import EngineConfig, check_seed, check_size
+from flashpage.engine.config import EngineConfig, check_log_stats, check_seed, check_size
 from flashpage.engine.engine import Engine
 from flashpage.engine.interrupt import deferred_interrupt
 from flashpage.engine.memory import check_device, choose_num_blocks
@@ -75,6 +75,8 @@ class LLM:
         enable_prefix_caching: share the pages of prompts that begin alike.
         enforce_eager: on a GPU, launch every kernel one by one instead of replaying CUDA graphs.
         overlap: prepare a step while the one before it runs; None does so on a GPU.
+        log_stats: write a line of numbers to stderr every so many seconds of work: how many run and
+            wait, pages, prefix hits, preemptions, tokens/s since the last line. None: never.
         seed: for requests without a seed of their own, and for dummy weights; an integer.
 
     Raises:
@@ -100,9 +102,11 @@ class LLM:
         enable_prefix_caching: bool = True,
         enforce_eager: bool = False,
         overlap: bool | None = None,
+        log_stats: float | None = None,
         seed: int = 0,
     ) -> None:
         check_seed(seed)
+        check_log_stats(log_stats)
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         device = check_device(device)
@@ -131,6 +135,7 @@ class LLM:
             enable_prefix_caching=enable_prefix_caching,
             enforce_eager=enforce_eager,
             overlap=device.type == "cuda" if overlap is None else overlap,
+            log_stats=log_stats,
             seed=seed,
         )
         self.name = loaded.name

@@ -202,7 +202,8 @@ class Runner:
         input_ids = torch.tensor(token_ids, device=self._device)
         if pending:
             places, rows = torch.tensor(pending, device=self._device).unbind(1)
-            input_ids[places] = self._sampled[rows]
+            # A row without a token (-1) ends its sequence; the host does not know it yet.
+            input_ids[places] = self._sampled[rows].clamp(min=0)
         return self._model(
             input_ids, torch.tensor(positions, device=self._device), self._kv_cache, metadata
         )

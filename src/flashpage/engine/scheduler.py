@@ -60,6 +60,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # in the order of admission
         self.num_preemptions = 0
         self.num_preempted_tokens = 0
+        self.num_lookup_tokens = 0
         self.num_hit_tokens = 0
 
     def add(self, sequences: Iterable[Sequence]) -> None:
@@ -192,6 +193,8 @@ class Scheduler:
         sequence.cache_chain = hits
         sequence.num_hit_blocks = len(hits)
         sequence.num_computed_tokens = len(hits) * self.config.block_size
+        if self.prefix_cache is not None:
+            self.num_lookup_tokens += sequence.num_tokens
         self.num_hit_tokens += sequence.num_computed_tokens
         if sequence.request.num_cached_tokens is None:
             sequence.request.num_cached_tokens = sequence.num_computed_tokens

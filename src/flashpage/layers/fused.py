@@ -6,6 +6,9 @@ Elsewhere: the same in torch operators, which are also what the kernels are test
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import ModuleType
 
 import torch
@@ -24,6 +27,25 @@ _GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _KERNELS = "flashpage.layers.numba_kernels"
 
 
+_enabled = ContextVar("fused kernels are used", default=True)
+
+
+@contextmanager
+def without_kernels() -> Iterator[None]:
+    """In this thread, until it ends: torch operators instead of the kernels here and of the plain
+    sampler's, to see what those are worth. What was captured in a CUDA graph before stays."""
+    token = _enabled.set(False)
+    try:
+        yield
+    finally:
+        _enabled.reset(token)
+
+
+def kernels_enabled() -> bool:
+    """False within `without_kernels`."""
+    return _enabled.get()
+
+
 def _can_fuse(*tensors: Tensor) -> bool:
     """Whether the kernels can work on these: they take addresses, and know nothing of autograd."""
     first = tensors[0]
@@ -34,6 +56,7 @@ def _can_fuse(*tensors: Tensor) -> bool:
         and all(x.dtype == first.dtype and x.stride(-1) == 1 for x in tensors)
         and not any(x.requires_grad for x in tensors)
         and not torch.compiler.is_compiling()
+        and kernels_enabled()
         and why_unavailable() is None
     )
 
@@ -44,6 +67,7 @@ def on_gpu(*tensors: Tensor) -> bool:
         all(x.device.type == "cuda" and x.dtype in _GPU_DTYPES for x in tensors)
         and not any(x.requires_grad for x in tensors)
         and not torch.compiler.is_compiling()
+        and kernels_enabled()
         and why_no_triton() is None
     )
 
