@@ -2,9 +2,9 @@
 
 With one to four rows (`linear.FEW_ROWS`) a product is a read of its weight, so a program takes a
 few whole rows of the weight: their first chunks are on their way before the kernel before this one
-has ended (a weight depends on nothing), products are added up in float32 by the thread that loaded them, and reduced
-once, at the end. What a row of x gives does not depend on the other rows. The same in steps of
-their own stands in `linear` and `fused`, and is what these are tested against.
+has ended (a weight depends on nothing), products are added up in float32 by the thread that loaded
+them, and reduced once, at the end. What a row of x gives does not depend on the other rows. The
+same in steps of their own stands in `linear` and `fused`, and is what these are tested against.
 """
 
 from __future__ import annotations
