@@ -256,6 +256,7 @@ class Engine:
 
     def _postprocess(self, results: list[ChunkResult]) -> list[RequestOutput]:
         advanced: dict[str, Request] = {}
+        finished: set[str] = set()
         for result in results:
             sequence = result.chunk.sequence
             if result.is_sampled:
@@ -264,15 +265,17 @@ class Engine:
                 continue  # it ended while this step ran
             self._scheduler.commit(result.chunk)
             self._advance(sequence, result)
+            request = sequence.request
             if result.chunk.is_last or sequence.is_finished:
-                advanced[sequence.request.request_id] = sequence.request
-        for request_id, request in advanced.items():
-            if request.is_finished:
-                del self._requests[request_id]
+                advanced[request.request_id] = request
+            if sequence.is_finished and request.is_finished:
+                finished.add(request.request_id)
+        for request_id in finished:
+            del self._requests[request_id]
         return [
             request.report()
-            for request in advanced.values()
-            if request.is_finished or not request.reports_once
+            for request_id, request in advanced.items()
+            if not request.reports_once or request_id in finished
         ]
 
     def _advance(self, sequence: Sequence, result: ChunkResult) -> None:

@@ -51,7 +51,7 @@ class Defaults(NamedTuple):
 
 
 CPU_DEFAULTS = Defaults(block_size=16, max_num_seqs=32, max_num_batched_tokens=512)
-GPU_DEFAULTS = Defaults(block_size=64, max_num_seqs=256, max_num_batched_tokens=2048)
+GPU_DEFAULTS = Defaults(block_size=64, max_num_seqs=256, max_num_batched_tokens=8192)
 
 
 class LLM:
@@ -69,7 +69,8 @@ class LLM:
             GPU's free memory, `GPU_MEMORY_SHARE` of `flashpage.engine.memory`).
         max_num_seqs: sequences that run at the same time; None takes 32, or 256 on a GPU.
         max_num_batched_tokens: tokens computed per step; longer prompts are cut into chunks. None
-            takes 512, or 2048 on a GPU.
+            takes 512, or 8192 on a GPU; where many decode, chunks take less (see
+            `flashpage.engine.scheduler`).
         max_model_len: prompt and generated tokens of a sequence at most; None takes the model's
             limit, or what the cache can hold if that is less.
         enable_prefix_caching: share the pages of prompts that begin alike.
@@ -146,6 +147,8 @@ class LLM:
             # Compiling belongs to loading, not into the middle of the first answer.
             fused.load_kernels()
             attention.load_kernels()
+        else:
+            loaded.model.rotary.tabulate(config.max_model_len, loaded.model.dtype)
         self._ids = count()
 
     def generate(

@@ -7,8 +7,8 @@ A sequence that is admitted gets the pages of all its known tokens, so only deco
 when there is none, the youngest running sequence gives its pages back and is computed again later.
 
 A step takes as long as its chunks make it, and its decodes wait for it. So where many sequences
-decode for each that could begin to, chunks share half of the budget, and tokens with a long context
-count for more than one.
+decode for each that could begin to, chunks share half of the budget and never more than
+`CHUNK_WORK`, and tokens with a long context count for more than one.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ from flashpage.engine.request import Sequence
 
 MANY_DECODES = 8
 """Sequences that decode for each that begins, from which on they are not to wait for long."""
+CHUNK_WORK = 1024
+"""tokens of chunks in a step, at most, while so many decode: on an H200, about as much time again
+as the step of 32 decodes of a small model (`flashpage bench interference`)"""
 
 
 class Chunk(NamedTuple):
@@ -164,7 +167,7 @@ class Scheduler:
         num_beginning = num_prompts + min(len(self.waiting), num_places)
         if num_decodes < MANY_DECODES * num_beginning:
             return _Budget(tokens, tokens, None)
-        return _Budget(tokens, max(tokens // 2, 1), config.attention_context)
+        return _Budget(tokens, max(min(tokens // 2, CHUNK_WORK), 1), config.attention_context)
 
     def _admit(self) -> Sequence | None:
         """Let the first waiting sequence run, if there are a place and pages for it."""
