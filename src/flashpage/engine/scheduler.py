@@ -55,6 +55,7 @@ class Scheduler:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
+        self._block_size = config.block_size
         self.pool = BlockPool(config.num_blocks)
         self.prefix_cache = (
             PrefixCache(self.pool, config.block_size) if config.enable_prefix_caching else None
@@ -83,13 +84,16 @@ class Scheduler:
         decodes: list[Sequence] = []
         prompts: list[Sequence] = []
         for sequence in self.running:
-            (prompts if sequence.num_uncomputed_tokens > 1 else decodes).append(sequence)
+            num_uncomputed = sequence.num_uncomputed_tokens
+            if num_uncomputed > 1:
+                prompts.append(sequence)
+            elif num_uncomputed and (sequence.may_go_on or not sequence.num_pending):
+                decodes.append(sequence)  # else its last token is on the way
         budget = self._budget(len(decodes), len(prompts))
         for sequence in decodes:
-            if sequence.num_pending and not sequence.may_go_on:
-                continue  # its last token is on the way
-            if sequence.num_uncomputed_tokens > 0 and self._make_room(sequence, 1):
-                chunks.append(_chunk(sequence, 1))
+            if self._make_room(sequence, 1):
+                start = sequence.num_computed_tokens
+                chunks.append(Chunk(sequence, start, start + 1, True, sequence.generation))
         budget.tokens -= len(chunks)
         for sequence in prompts:
             num_tokens = budget.fit(sequence)
@@ -210,7 +214,10 @@ class Scheduler:
         decodes lack a page, and they come in the order of admission, so whoever is preempted has
         no chunk in this step yet. Nor can it be admitted again at once: it needs all that it gave.
         """
-        needed = self.config.num_pages(sequence.num_computed_tokens + num_tokens)
+        num_computed = sequence.num_computed_tokens + num_tokens
+        if sequence.is_running and num_computed <= len(sequence.block_ids) * self._block_size:
+            return True
+        needed = self.config.num_pages(num_computed)
         while sequence.is_running:
             num_missing = needed - len(sequence.block_ids)
             if num_missing <= 0:
