@@ -102,6 +102,12 @@ def _triton() -> Backend:
     return TritonBackend()
 
 
+def _hopper() -> Backend:
+    from flashpage.attention.hopper.backend import HopperBackend
+
+    return HopperBackend()
+
+
 def _triton_interpreter() -> Backend:
     from flashpage.attention.triton.backend import InterpretedTritonBackend
 
@@ -125,10 +131,12 @@ _BACKENDS: dict[str, Callable[[], Backend]] = {
     "triton": _triton,
     "cpu_numba": _cpu_numba,
     "cpu_torch": _cpu_torch,
+    "hopper": _hopper,
     "triton_interpreter": _triton_interpreter,
 }
-# The interpreter serves nobody who did not ask for it by name.
-_DEFAULT = tuple(name for name in _BACKENDS if name != "triton_interpreter")
+# These serve nobody who did not ask for them by name.
+_BY_NAME = ("hopper", "triton_interpreter")
+_DEFAULT = tuple(name for name in _BACKENDS if name not in _BY_NAME)
 
 _allowed: ContextVar[tuple[str, ...]] = ContextVar("allowed_backends", default=_DEFAULT)
 

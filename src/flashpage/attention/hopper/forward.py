@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -111,9 +110,7 @@ def _ragged_descriptor(x: Tensor, rows: int, block_d: int, layout_rows: int | No
     row, head = _strides(x)
     shape = [RAGGED_SLICES, RAGGED_SLICES, RAGGED_ROWS.value, *x.shape[1:]]
     layout = _layout((1, 1, layout_rows or rows, 1, block_d), x.dtype)
-    return _Descriptor(
-        x, shape, [2**34 - row, row, row, head, 1], [1, 1, rows, 1, block_d], layout
-    )
+    return _Descriptor(x, shape, [2**34 - row, row, row, head, 1], [1, 1, rows, 1, block_d], layout)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -131,7 +128,7 @@ def forward(problem: Problem, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
         return out.zero_(), softmax_lse.fill_(torch.inf)
     with runtime.on_device(q.device):
         if q.numel() > 0:
-            launch(forward_kernel, problem, inputs, out, softmax_lse)
+            launch(problem, inputs, out, softmax_lse)
     return out, softmax_lse
 
 
@@ -145,14 +142,13 @@ def tiles_for(problem: Problem, page: int) -> Tiles:
 
 
 def launch(
-    kernel: gluon.jit,
     problem: Problem,
     x: AttentionInputs,
     out: Tensor,
     softmax_lse: Tensor,
     tiles: Tiles | None = None,
 ) -> None:
-    """Run `kernel`, which is `forward_kernel`, over all tiles."""
+    """Fill out and softmax_lse; `tiles` in place of the table's, to compare them."""
     varlen = x.cu_seqlens_q is not None
     page = x.k.shape[1] if x.block_table is not None else 0
     tiles = tiles or tiles_for(problem, page)
@@ -180,7 +176,7 @@ def launch(
     if tiles.persistent:
         grid = min(num_tiles, runtime.num_multiprocessors(x.q.device))
         counter = torch.zeros(1, dtype=torch.int32, device=x.q.device)
-    kernel[(grid,)](
+    forward_kernel[(grid,)](
         q_desc,
         k_desc,
         v_desc,

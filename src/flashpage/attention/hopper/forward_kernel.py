@@ -145,7 +145,10 @@ def _fetch(desc, entry, first, length, row, head, barrier, target, RAGGED: gl.co
     """Copy the rows from `row` on of a sequence that has `length` rows from `first` on."""
     if RAGGED:
         tma.async_copy_global_to_shared(
-            desc, [RAGGED_ROWS, first + length, RAGGED_ROWS - length + row, head, 0], barrier, target
+            desc,
+            [RAGGED_ROWS, first + length, RAGGED_ROWS - length + row, head, 0],
+            barrier,
+            target,
         )
     else:
         tma.async_copy_global_to_shared(desc, [entry, row, head, 0], barrier, target)
@@ -186,9 +189,7 @@ def _fetch_keys(
 
 @gluon.jit
 def _publish(tile_s, index: gl.constexpr, value):
-    tile_s.index(index).store(
-        gl.full([1], value, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
-    )
+    tile_s.index(index).store(gl.full([1], value, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
 
 
 @gluon.jit
@@ -389,8 +390,10 @@ def _step(
 
 
 @gluon.jit
-def _store(o_desc, lse_ptr, out_s, acc, lse, row, sequence, head, first_q, len_q, num_q_heads,
-           seqlen_q, O_LAYOUT: gl.constexpr, BLOCK_D: gl.constexpr, VARLEN: gl.constexpr):  # fmt: skip
+def _store(
+    o_desc, lse_ptr, out_s, acc, lse, row, sequence, head, first_q, len_q, num_q_heads, seqlen_q,
+    O_LAYOUT: gl.constexpr, BLOCK_D: gl.constexpr, VARLEN: gl.constexpr,
+):  # fmt: skip
     """64 rows of O, through shared memory, and of the LSE; rows from len_q on are not written."""
     tma.store_wait(0)
     out_s.reshape([64, BLOCK_D]).store(acc.to(o_desc.dtype))
@@ -426,9 +429,8 @@ def _consumer(
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     q = q_s.index(WARPGROUP).reshape([64, BLOCK_D])
-    if PING_PONG:
-        if WARPGROUP == CONSUMERS - 1:  # the first turn
-            barrier_arrive(FIRST_BARRIER, 256)
+    if PING_PONG and WARPGROUP == CONSUMERS - 1:  # the first turn
+        barrier_arrive(FIRST_BARRIER, 256)
     blocks_done = 0
     tiles_done = 0
     mbarrier.wait(tile_full, 0)
@@ -529,15 +531,21 @@ def _consumer(
         tiles_done += 1
         mbarrier.wait(tile_full, tiles_done & 1)
         row_lo = _told(tile_s, 0)
-    if PING_PONG:
-        if WARPGROUP == 0:  # the turn that is left over
-            barrier_sync(FIRST_BARRIER, 256)
+    if PING_PONG and WARPGROUP == 0:  # the turn that is left over
+        barrier_sync(FIRST_BARRIER, 256)
     tma.store_wait(0)
 
 
 # ---------------------------------------------------------------------------------------------
 # The kernel
 # ---------------------------------------------------------------------------------------------
+
+
+@gluon.constexpr_function
+def _shape(count, rows, head_dim, ragged):
+    """Of `count` boxes of a descriptor in shared memory."""
+    return [count, *([1, 1] if ragged else [1]), rows, 1, head_dim]
+
 
 _NEVER_SPECIALISED = (
     "window_left",
@@ -571,17 +579,15 @@ def forward_kernel(
     counter_ptr: int32, 0 (PERSISTENT). CHUNK: rows of K or V that one copy brings, BLOCK_N without
     pages. VARLEN: q and out are flat, seqlen_q is the number of all rows.
     """
-    TILE: gl.constexpr = [1, 1] if VARLEN else [1]
-    KV: gl.constexpr = [1, 1] if VARLEN or PAGE > 0 else [1]
     DTYPE: gl.constexpr = q_desc.dtype
-    q_s = gl.allocate_shared_memory(DTYPE, [CONSUMERS] + TILE + [64, 1, BLOCK_D], q_desc.layout)
-    k_s = gl.allocate_shared_memory(DTYPE, [STAGES] + KV + [BLOCK_N, 1, BLOCK_D], k_desc.layout)
-    v_s = gl.allocate_shared_memory(DTYPE, [STAGES] + KV + [BLOCK_N, 1, BLOCK_D], v_desc.layout)
+    TILE: gl.constexpr = _shape(CONSUMERS, 64, BLOCK_D, VARLEN)
+    KV: gl.constexpr = _shape(STAGES, BLOCK_N, BLOCK_D, VARLEN or PAGE > 0)
+    q_s = gl.allocate_shared_memory(DTYPE, TILE, q_desc.layout)
+    k_s = gl.allocate_shared_memory(DTYPE, KV, k_desc.layout)
+    v_s = gl.allocate_shared_memory(DTYPE, KV, v_desc.layout)
     o_s = q_s
     if not OUT_IN_Q:
-        o_s = gl.allocate_shared_memory(
-            DTYPE, [CONSUMERS] + TILE + [64, 1, BLOCK_D], o_desc.layout
-        )
+        o_s = gl.allocate_shared_memory(DTYPE, TILE, o_desc.layout)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
@@ -591,9 +597,7 @@ def forward_kernel(
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     tile_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     tile_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    tile_s = gl.allocate_shared_memory(
-        gl.int32, [8, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
-    )
+    tile_s = gl.allocate_shared_memory(gl.int32, [8, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     for i in gl.static_range(CONSUMERS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=128)

@@ -74,7 +74,7 @@ def _rescale_operands(n):
 
 @gluon.jit
 def rescale_rows(x, factor):
-    """`x * factor[:, None]` of an accumulator; a warp whose rows all have factor 1 jumps over it."""
+    """`x * factor[:, None]` of an accumulator; a warp whose factors are all 1 jumps over it."""
     N: gl.constexpr = x.shape[1] // 2
     return gl.inline_asm_elementwise(
         _rescale(N),
