@@ -66,6 +66,12 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device)
 
 
+@cache
+def overlap(device: torch.device) -> dict[str, Any]:
+    """A kernel is set up while the one before it runs, where the hardware can."""
+    return {"launch_pdl": True} if capability(device) >= 90 else {}
+
+
 # ---------------------------------------------------------------------------------------------
 # Tensor descriptors: tiles are fetched by the tensor memory accelerator (compute capability 9.0+)
 # ---------------------------------------------------------------------------------------------
