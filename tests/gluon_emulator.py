@@ -358,14 +358,19 @@ def _stand_ins() -> dict[str, types.ModuleType]:
 
 
 class Emulated:
-    """A kernel, launched as Triton's are: `Emulated(module, name)[grid](*args, **constants)`."""
+    """A kernel, launched as Triton's are: `Emulated(modules, name)[grid](*args, **constants)`.
 
-    def __init__(self, module: str, name: str) -> None:
-        spec = importlib.util.find_spec(module)
-        self.source = importlib.util.module_from_spec(spec)
+    modules: the last holds the kernel, and imports those before it, in this order.
+    """
+
+    def __init__(self, modules: Sequence[str], name: str) -> None:
+        specs = [importlib.util.find_spec(module) for module in modules]
         with mock.patch.dict(sys.modules, _stand_ins()):
-            spec.loader.exec_module(self.source)
-        self.function = getattr(self.source, name)
+            for spec in specs:
+                source = importlib.util.module_from_spec(spec)
+                sys.modules[spec.name] = source
+                spec.loader.exec_module(source)
+        self.function = getattr(source, name)
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
         def launch(*args: Any, num_warps: int, **constants: Any) -> None:

@@ -1,1 +1,1 @@
-"""Attention kernels for Hopper (compute capability 9.0), in Gluon; imported on no other GPU."""
+"""Attention kernels for Hopper (compute capability 9.0), in Gluon; on other GPUs not imported."""

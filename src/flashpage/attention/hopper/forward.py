@@ -13,7 +13,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashpage.attention.dispatch import AttentionInputs
-from flashpage.attention.hopper.forward_kernel import RAGGED_ROWS, forward_kernel
+from flashpage.attention.hopper.forward_kernel import forward_kernel
+from flashpage.attention.hopper.forward_producer import RAGGED_ROWS
 from flashpage.attention.problem import Problem
 from flashpage.attention.triton import runtime
 from flashpage.attention.triton.arguments import as_batch, cdiv, next_power_of_2, raw_scores, window
@@ -44,7 +45,7 @@ class Tiles:
 def forward_tiles(block_d: int) -> Tiles:
     """The table of tiles, by head_dim rounded up to a power of two."""
     if block_d == 64:
-        return Tiles(consumers=3, block_n=128, stages=2, registers=(160, 32))
+        return Tiles(consumers=3, block_n=128, stages=4, registers=(160, 32))
     if block_d == 128:
         return Tiles(consumers=2, block_n=128, stages=2)
     return Tiles(consumers=2, block_n=64, stages=2, out_in_q=True)
@@ -106,7 +107,7 @@ def _descriptor(x: Tensor, rows: int, block_d: int, layout_rows: int | None = No
 
 
 def _ragged_descriptor(x: Tensor, rows: int, block_d: int, layout_rows: int | None = None) -> Any:
-    """Of flat tokens `[total, heads, head_dim]`: see `forward_kernel`."""
+    """Of flat tokens `[total, heads, head_dim]`: see `forward_producer`."""
     row, head = _strides(x)
     shape = [RAGGED_SLICES, RAGGED_SLICES, RAGGED_ROWS.value, *x.shape[1:]]
     layout = _layout((1, 1, layout_rows or rows, 1, block_d), x.dtype)

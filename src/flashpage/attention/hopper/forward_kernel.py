@@ -1,15 +1,11 @@
 """The forward kernel for Hopper: one warp that fetches, two or three warpgroups that compute.
 
-A thread block takes tiles of 64 query rows a warpgroup, one head at a time. Its producer warp finds
-the tiles, and copies Q, K and V into shared memory by the tensor memory accelerator; each consumer
-warpgroup holds the accumulator of its own 64 rows. Keys are walked from the last visible one down,
-so that masks come first. S = Q K^T of the next block is on the tensor cores while the exponentials
-of this one are computed (Shah et al. 2024, FlashAttention-3), and named barriers hand the tensor
-cores from one warpgroup to the next (`PING_PONG`).
-
-RAGGED descriptors address rows of one sequence, or of one page, in flat memory: two leading
-dimensions whose strides add up to 2^64 move the rows so that they end with the last row of the
-dimension. What lies beyond them is read as zeros and never written.
+A thread block takes tiles of 64 query rows a warpgroup, one head at a time. Its producer warp
+(`forward_producer`) finds the tiles, and copies Q, K and V into shared memory by the tensor memory
+accelerator; each consumer warpgroup holds the accumulator of its own 64 rows. Keys are walked from
+the last visible one down, so that masks come first. S = Q K^T of the next block is on the tensor
+cores while the exponentials of this one are computed (Shah et al. 2024, FlashAttention-3), and
+named barriers hand the tensor cores from one warpgroup to the next (`PING_PONG`).
 """
 
 from __future__ import annotations
@@ -24,6 +20,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from flashpage.attention.hopper.forward_producer import RAGGED_ROWS, producer
+from flashpage.attention.hopper.forward_softmax import LOG2E, softmax
+from flashpage.attention.hopper.forward_work import key_range, tile_blocks
 from flashpage.attention.hopper.instructions import (
     barrier_arrive,
     barrier_sync,
@@ -34,249 +33,9 @@ from flashpage.attention.hopper.instructions import (
     scale_partial_sums,
 )
 
-LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
-RAGGED_ROWS = gl.constexpr(2**30)
-"""Length of the row dimension of a ragged descriptor."""
 FIRST_BARRIER = gl.constexpr(8)
 """Named barriers below belong to Triton."""
-
-
-# ---------------------------------------------------------------------------------------------
-# Which tile, which keys
-# ---------------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def _key_range(
-    row_lo, row_hi, len_q, len_k, window_left, window_right,
-    BLOCK_N: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-):  # fmt: skip
-    """Blocks of keys that rows `row_lo ... row_hi - 1` see: `(lo, full_lo, full_hi, hi)`.
-
-    Blocks lo ... hi - 1 hold a key that a row sees; full_lo ... full_hi - 1 need no mask. Always
-    `0 <= lo <= full_lo <= full_hi`.
-    """
-    diff = len_k - len_q
-    lo = 0
-    full_lo = 0
-    hi_key = len_k
-    full_hi = len_k // BLOCK_N
-    if HAS_RIGHT:
-        hi_key = gl.minimum(hi_key, gl.maximum(row_hi + diff + window_right, 0))
-        full_hi = gl.minimum(full_hi, gl.maximum(row_lo + diff + window_right + 1, 0) // BLOCK_N)
-    hi = (hi_key + BLOCK_N - 1) // BLOCK_N
-    if HAS_LEFT:
-        lo = gl.maximum(row_lo + diff - window_left, 0) // BLOCK_N
-        full_lo = (gl.maximum(row_hi - 1 + diff - window_left, 0) + BLOCK_N - 1) // BLOCK_N
-        full_lo = gl.maximum(lo, gl.minimum(full_lo, hi))
-    full_hi = gl.maximum(full_hi, full_lo)
-    return lo, full_lo, full_hi, hi
-
-
-@gluon.jit
-def _tile_blocks(
-    row_lo, len_q, len_k, window_left, window_right,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-):  # fmt: skip
-    """Blocks of keys that the tile walks, `(lo, hi)`: at least one, which may be masked wholly."""
-    row_hi = gl.minimum(row_lo + BLOCK_M, len_q)
-    lo, _, _, hi = _key_range(
-        row_lo, row_hi, len_q, len_k, window_left, window_right, BLOCK_N, HAS_LEFT, HAS_RIGHT
-    )
-    hi = gl.maximum(hi, 1)
-    return gl.minimum(lo, hi - 1), hi
-
-
-@gluon.jit
-def _find_tile(
-    tile, num_tiles_m, num_heads, group_heads, num_q_heads, batch, seqlen_q, seqlen_k,
-    cu_q_ptr, cu_k_ptr, BLOCK_M: gl.constexpr, VARLEN: gl.constexpr, PAGED: gl.constexpr,
-):  # fmt: skip
-    """`(row_lo, sequence, head, first_q, len_q, first_k, len_k)` of the tile of this number.
-
-    `group_heads` heads run side by side, the tiles with the most keys first. VARLEN: num_heads
-    are the heads of one sequence, and the tiles of all sequences lie end to end, those of sequence
-    i from `cu_q[i] // BLOCK_M + i` on, so that nothing depends on the longest length. After the
-    last sequence there is one more without keys: the rows that belong to none.
-    """
-    per_group = num_tiles_m * group_heads
-    group = tile // per_group
-    num_here = gl.minimum(group_heads, num_heads - group * group_heads)
-    within = tile % per_group
-    tile_m = num_tiles_m - 1 - within // num_here
-    head = group * group_heads + within % num_here
-    if VARLEN:
-        sequence = tile * 0
-        last = batch
-        while sequence < last:
-            middle = (sequence + last + 1) // 2
-            if gl.load(cu_q_ptr + middle) // BLOCK_M + middle <= tile_m:
-                sequence = middle
-            else:
-                last = middle - 1
-        first_q = gl.load(cu_q_ptr + sequence)
-        is_tail = sequence == batch
-        after = gl.minimum(sequence + 1, batch)
-        len_q = gl.where(is_tail, seqlen_q, gl.load(cu_q_ptr + after)) - first_q
-        first_k = gl.load(cu_k_ptr + sequence)
-        len_k = gl.where(is_tail, 0, gl.load(cu_k_ptr + after) - first_k)
-        if PAGED:
-            first_k = first_k * 0
-        row_lo = (tile_m - (first_q // BLOCK_M + sequence)) * BLOCK_M
-    else:
-        sequence = head // num_q_heads
-        head = head % num_q_heads
-        first_q = tile * 0
-        first_k = tile * 0
-        len_q = seqlen_q
-        len_k = seqlen_k
-        row_lo = tile_m * BLOCK_M
-    return row_lo, sequence, head, first_q, len_q, first_k, len_k
-
-
-# ---------------------------------------------------------------------------------------------
-# The producer
-# ---------------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def _fetch(desc, entry, first, length, row, head, barrier, target, RAGGED: gl.constexpr):
-    """Copy the rows from `row` on of a sequence that has `length` rows from `first` on."""
-    if RAGGED:
-        tma.async_copy_global_to_shared(
-            desc,
-            [RAGGED_ROWS, first + length, RAGGED_ROWS - length + row, head, 0],
-            barrier,
-            target,
-        )
-    else:
-        tma.async_copy_global_to_shared(desc, [entry, row, head, 0], barrier, target)
-
-
-@gluon.jit
-def _page_ids(
-    table_ptr, n, len_k, num_pages,
-    BLOCK_N: gl.constexpr, CHUNK: gl.constexpr, PAGE: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """The page of each CHUNK of the block of keys at n; wrong ids are moved into the pool."""
-    key = n + gl.arange(0, BLOCK_N // CHUNK, LAYOUT) * CHUNK
-    page = gl.load(table_ptr + key // PAGE, mask=(key >= 0) & (key < len_k), other=0)
-    return gl.minimum(gl.maximum(page, 0), num_pages - 1)
-
-
-@gluon.jit
-def _fetch_keys(
-    desc, smem, barrier, pages, sequence, first_k, len_k, n, kv_head,
-    BLOCK_N: gl.constexpr, CHUNK: gl.constexpr, PAGE: gl.constexpr, RAGGED: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """Copy the block of keys at n of K or V."""
-    if PAGE > 0:
-        index = gl.arange(0, BLOCK_N // CHUNK, LAYOUT)
-        for c in gl.static_range(BLOCK_N // CHUNK):
-            page = gl.sum(gl.where(index == c, pages, 0), 0)
-            key = n + c * CHUNK
-            row = key % PAGE
-            length = gl.minimum(gl.maximum(len_k - (key - row), 0), PAGE)
-            _fetch(
-                desc, sequence, page * PAGE, length, row, kv_head, barrier,
-                smem.slice(c * CHUNK, CHUNK, 2), RAGGED,
-            )  # fmt: skip
-    else:
-        _fetch(desc, sequence, first_k, len_k, n, kv_head, barrier, smem, RAGGED)
-
-
-@gluon.jit
-def _publish(tile_s, index: gl.constexpr, value):
-    tile_s.index(index).store(gl.full([1], value, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-
-
-@gluon.jit
-def _producer(
-    q_desc, k_desc, v_desc, counter_ptr, cu_q_ptr, cu_k_ptr, table_ptr,
-    window_left, window_right, seqlen_q, seqlen_k, batch, num_q_heads, group_size,
-    num_tiles_m, num_heads, group_heads, num_pages, stride_table,
-    q_s, k_s, v_s, tile_s,
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty,
-    CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
-    CHUNK: gl.constexpr, VARLEN: gl.constexpr, PAGE: gl.constexpr, HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr, PERSISTENT: gl.constexpr,
-):  # fmt: skip
-    """Find tiles, tell the consumers, and keep Q, K and V coming. One warp.
-
-    PERSISTENT: tiles beyond the first are taken from a counter until none is left.
-    """
-    BLOCK_M: gl.constexpr = 64 * CONSUMERS
-    KV_RAGGED: gl.constexpr = VARLEN or PAGE > 0
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    num_tiles = num_tiles_m * num_heads
-    tile = gl.program_id(0)
-    blocks_done = 0
-    tiles_done = 0
-    while tile < num_tiles:
-        row_lo, sequence, head, first_q, len_q, first_k, len_k = _find_tile(
-            tile, num_tiles_m, num_heads, group_heads, num_q_heads, batch, seqlen_q, seqlen_k,
-            cu_q_ptr, cu_k_ptr, BLOCK_M, VARLEN, PAGE > 0,
-        )  # fmt: skip
-        if row_lo < len_q:
-            mbarrier.wait(tile_empty, (tiles_done & 1) ^ 1)
-            _publish(tile_s, 0, row_lo)
-            _publish(tile_s, 1, sequence)
-            _publish(tile_s, 2, head)
-            _publish(tile_s, 3, first_q)
-            _publish(tile_s, 4, len_q)
-            _publish(tile_s, 5, len_k)
-            mbarrier.arrive(tile_full, count=1)
-            kv_head = head // group_size
-            lo, hi = _tile_blocks(
-                row_lo, len_q, len_k, window_left, window_right,
-                BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT,
-            )  # fmt: skip
-            table_row = table_ptr
-            pages = 0
-            if PAGE > 0:
-                table_row += sequence.to(gl.int64) * stride_table
-                pages = _page_ids(
-                    table_row, (hi - 1) * BLOCK_N, len_k, num_pages, BLOCK_N, CHUNK, PAGE, LAYOUT
-                )
-            for w in gl.static_range(CONSUMERS):
-                mbarrier.wait(q_empty.index(w), (tiles_done & 1) ^ 1)
-                mbarrier.expect(q_full.index(w), 64 * BLOCK_D * 2)
-                _fetch(
-                    q_desc, sequence, first_q, len_q, row_lo + w * 64, head, q_full.index(w),
-                    q_s.index(w), VARLEN,
-                )  # fmt: skip
-            for block in range(hi - 1, lo - 1, -1):
-                n = block * BLOCK_N
-                stage = blocks_done % STAGES
-                phase = (blocks_done // STAGES) & 1
-                here = pages
-                if PAGE > 0:  # the next block's, while this one is waited for
-                    pages = _page_ids(
-                        table_row, n - BLOCK_N, len_k, num_pages, BLOCK_N, CHUNK, PAGE, LAYOUT
-                    )
-                mbarrier.wait(k_empty.index(stage), phase ^ 1)
-                mbarrier.expect(k_full.index(stage), BLOCK_N * BLOCK_D * 2)
-                _fetch_keys(
-                    k_desc, k_s.index(stage), k_full.index(stage), here, sequence, first_k, len_k,
-                    n, kv_head, BLOCK_N, CHUNK, PAGE, KV_RAGGED, LAYOUT,
-                )  # fmt: skip
-                mbarrier.wait(v_empty.index(stage), phase ^ 1)
-                mbarrier.expect(v_full.index(stage), BLOCK_N * BLOCK_D * 2)
-                _fetch_keys(
-                    v_desc, v_s.index(stage), v_full.index(stage), here, sequence, first_k, len_k,
-                    n, kv_head, BLOCK_N, CHUNK, PAGE, KV_RAGGED, LAYOUT,
-                )  # fmt: skip
-                blocks_done += 1
-            tiles_done += 1
-        if PERSISTENT:
-            tile = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
-        else:
-            tile = num_tiles
-    mbarrier.wait(tile_empty, (tiles_done & 1) ^ 1)
-    _publish(tile_s, 0, -1)
-    mbarrier.arrive(tile_full, count=1)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -288,60 +47,6 @@ def _producer(
 def _told(tile_s, index: gl.constexpr):
     """A number that the producer published."""
     return gl.max(tile_s.index(index).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-
-
-@gluon.jit
-def _tanh(x):
-    """Accurate relative to the result also near 0, where 1 - exp(-2|x|) cancels."""
-    x2 = x * x
-    near = x * (1.0 + x2 * (-1.0 / 3 + x2 * (2.0 / 15 + x2 * (-17.0 / 315 + x2 * (62.0 / 2835)))))
-    e = gl.exp2(gl.abs(x) * (-2.0 * LOG2E))
-    far = (1.0 - e) / (1.0 + e)
-    return gl.where(gl.abs(x) < 0.25, near, gl.where(x < 0, -far, far))
-
-
-@gluon.jit
-def _softmax(
-    s, m, row, block, len_q, len_k, softmax_scale, softcap, window_left, window_right,
-    BLOCK_N: gl.constexpr, S_LAYOUT: gl.constexpr, MASK: gl.constexpr, RAW: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr, LAZY: gl.constexpr,
-):  # fmt: skip
-    """`(p, m, alpha)`: P of a tile of raw scores, in base 2, the new maxima, and the factor that
-    older sums and accumulators take.
-
-    RAW: m are maxima of raw scores, which a positive scale keeps in order; otherwise of logits in
-    base 2. LAZY: a maximum that grew by less than 8 in base 2 is not moved: P is then at most 2^8.
-    """
-    scale = 1.0
-    if RAW:
-        scale = softmax_scale * LOG2E
-    else:
-        s = s * softmax_scale
-        if HAS_SOFTCAP:
-            s = softcap * _tanh(s / softcap)
-        s = s * LOG2E
-    if MASK:
-        diff = len_k - len_q
-        rows = row + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
-        cols = block * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
-        if HAS_RIGHT:
-            last = gl.minimum(rows + (diff + window_right), len_k - 1)
-            seen = cols[None, :] <= last[:, None]
-        else:
-            seen = (cols < len_k)[None, :]
-        if HAS_LEFT:
-            first = rows + (diff - window_left)
-            seen = seen & (cols[None, :] >= first[:, None])
-        s = gl.where(seen, s, float("-inf"))
-    new_m = gl.maximum(m, gl.max(s, 1))
-    if LAZY:
-        new_m = gl.where((new_m - m) * scale > 8.0, new_m, m)
-    shift = new_m
-    if MASK:  # rows that have seen no key yet
-        shift = gl.where(new_m == float("-inf"), 0.0, new_m)
-    p = gl.exp2(s * scale - (shift * scale)[:, None])
-    alpha = gl.exp2((m - shift) * scale)
-    return p, new_m, alpha
 
 
 @gluon.jit
@@ -371,7 +76,7 @@ def _step(
         barrier_arrive(FIRST_BARRIER + (WARPGROUP + 1) % CONSUMERS, 256)
     s = warpgroup_mma_wait(1, deps=[s])
     release(k_empty.index(k_stage))
-    new_p, m, alpha = _softmax(
+    new_p, m, alpha = softmax(
         s, m, row, block, len_q, len_k, softmax_scale, softcap, window_left, window_right,
         BLOCK_N, S_LAYOUT, MASK, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, LAZY,
     )  # fmt: skip
@@ -442,12 +147,12 @@ def _consumer(
         len_q = _told(tile_s, 4)
         len_k = _told(tile_s, 5)
         mbarrier.arrive(tile_empty, count=1)
-        lo, hi = _tile_blocks(
+        lo, hi = tile_blocks(
             row_lo, len_q, len_k, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT
         )
         row = row_lo + WARPGROUP * 64
         # Of these 64 rows alone, within what all rows of the tile walk.
-        _, full_lo, full_hi, _ = _key_range(
+        _, full_lo, full_hi, _ = key_range(
             row, gl.minimum(row + 64, len_q), len_q, len_k, window_left, window_right, BLOCK_N,
             HAS_LEFT, HAS_RIGHT,
         )  # fmt: skip
@@ -466,7 +171,7 @@ def _consumer(
         s = warpgroup_mma_wait(0, deps=[s])
         release(k_empty.index(stage))
         m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
-        new_p, m, _ = _softmax(
+        new_p, m, _ = softmax(
             s, m, row, hi - 1, len_q, len_k, softmax_scale, softcap, window_left, window_right,
             BLOCK_N, S_LAYOUT, True, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, False,
         )  # fmt: skip
@@ -625,7 +330,7 @@ def forward_kernel(
                     v_full, v_empty, tile_full, tile_empty, 1, CONSUMERS, BLOCK_N, BLOCK_D, STAGES,
                     VARLEN, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PING_PONG, LAZY, OUT_IN_Q,
                 )),
-                (_producer, (
+                (producer, (
                     q_desc, k_desc, v_desc, counter_ptr, cu_q_ptr, cu_k_ptr, table_ptr,
                     window_left, window_right, seqlen_q, seqlen_k, batch, num_q_heads, group_size,
                     num_tiles_m, num_heads, group_heads, num_pages, stride_table, q_s, k_s, v_s,
@@ -658,7 +363,7 @@ def forward_kernel(
                     v_full, v_empty, tile_full, tile_empty, 2, CONSUMERS, BLOCK_N, BLOCK_D, STAGES,
                     VARLEN, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PING_PONG, LAZY, OUT_IN_Q,
                 )),
-                (_producer, (
+                (producer, (
                     q_desc, k_desc, v_desc, counter_ptr, cu_q_ptr, cu_k_ptr, table_ptr,
                     window_left, window_right, seqlen_q, seqlen_k, batch, num_q_heads, group_size,
                     num_tiles_m, num_heads, group_heads, num_pages, stride_table, q_s, k_s, v_s,
