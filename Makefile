@@ -55,6 +55,7 @@ docs: $(VENV)/installed
 aot: $(VENV)/installed
 	@echo "-- compiling the kernels ahead of time"
 	PYTHONPATH=src:tests $(RUN) tests/attention/triton/aot.py --all
+	PYTHONPATH=src:tests $(RUN) tests/attention/hopper/aot.py --all
 
 lint: $(VENV)/installed
 	@echo "-- checking style"

@@ -1,7 +1,11 @@
-"""Where the tests of the Triton kernels run: on the GPU, or without one in the interpreter."""
+"""Where the tests of the Triton kernels run: on the GPU, or without one in the interpreter.
+
+With `FLASHPAGE_TEST_BACKENDS=hopper,triton` they judge, on a GPU, those backends in that order.
+"""
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager
 
 import pytest
@@ -11,14 +15,16 @@ from flashpage.attention import dispatch
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
-BACKEND = "triton" if ON_GPU else "triton_interpreter"
+BACKENDS = ("triton_interpreter",)
+if ON_GPU:
+    BACKENDS = tuple(os.environ.get("FLASHPAGE_TEST_BACKENDS", "triton").split(","))
 # The interpreter's bfloat16 products are wrong.
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)[: 3 if ON_GPU else 2]
 
 
 def kernels() -> AbstractContextManager[None]:
-    """Within this context the Triton kernels serve, or the call fails."""
-    return dispatch.only(BACKEND)
+    """Within this context these kernels serve, or the call fails."""
+    return dispatch.only(*BACKENDS)
 
 
 @pytest.fixture

@@ -74,7 +74,16 @@ class Backend(Protocol):
     name: str
 
     def why_not(self, problem: Problem, function: Function) -> str | None:
-        """None if this backend can serve `function` of the problem, else the reason."""
+        """None if this backend can serve `function` of the problem, else the reason.
+
+        A backend that can, but is slower than another there, gives that as a reason too, unless it
+        was asked for by name (`chosen_by_name`).
+        """
+
+    def but_for(self, problem: Problem, function: Function) -> str | None:
+        """Which calls of a problem that it serves it passes on to another backend, if any: what a
+        `Problem` does not say, such as lengths.
+        """
 
     def forward(
         self, problem: Problem, inputs: AttentionInputs, return_s_dmask: bool
@@ -102,6 +111,12 @@ def _triton() -> Backend:
     return TritonBackend()
 
 
+def _hopper() -> Backend:
+    from flashpage.attention.hopper.backend import HopperBackend
+
+    return HopperBackend()
+
+
 def _triton_interpreter() -> Backend:
     from flashpage.attention.triton.backend import InterpretedTritonBackend
 
@@ -122,15 +137,17 @@ def _cpu_torch() -> Backend:
 
 # Fastest first. Modules are imported when a backend is first asked for.
 _BACKENDS: dict[str, Callable[[], Backend]] = {
+    "hopper": _hopper,
     "triton": _triton,
     "cpu_numba": _cpu_numba,
     "cpu_torch": _cpu_torch,
     "triton_interpreter": _triton_interpreter,
 }
-# The interpreter serves nobody who did not ask for it by name.
-_DEFAULT = tuple(name for name in _BACKENDS if name != "triton_interpreter")
+# Serves nobody who did not ask for it by name.
+_BY_NAME = ("triton_interpreter",)
+_DEFAULT = tuple(name for name in _BACKENDS if name not in _BY_NAME)
 
-_allowed: ContextVar[tuple[str, ...]] = ContextVar("allowed_backends", default=_DEFAULT)
+_named: ContextVar[tuple[str, ...] | None] = ContextVar("named_backends", default=None)
 
 
 @cache
@@ -140,24 +157,30 @@ def _backend(name: str) -> Backend:
 
 @contextlib.contextmanager
 def only(*names: str) -> Iterator[None]:
-    """Within this context only the named backends may serve, tried in this order.
+    """Within this context only the named backends may serve: of them the first that can, also where
+    another is faster.
 
     For tests and measurements that compare a fast path with its slow twin.
     """
     unknown = [name for name in names if name not in _BACKENDS]
     if unknown or not names:
         raise ArgumentError(f"names must be among {sorted(_BACKENDS)}, got {list(names)}")
-    token = _allowed.set(names)
+    token = _named.set(names)
     try:
         yield
     finally:
-        _allowed.reset(token)
+        _named.reset(token)
+
+
+def chosen_by_name() -> bool:
+    """Whether `only` is in force."""
+    return _named.get() is not None
 
 
 @lru_cache(maxsize=4096)
-def _choose(problem: Problem, function: Function, allowed: tuple[str, ...]) -> Backend:
+def _choose(problem: Problem, function: Function, named: tuple[str, ...] | None) -> Backend:
     reasons = []
-    for name in allowed:
+    for name in named or _DEFAULT:
         backend = _backend(name)
         reason = backend.why_not(problem, function)
         if reason is None:
@@ -174,7 +197,7 @@ def choose(problem: Problem, function: Function) -> Backend:
     Raises:
         UnsupportedError: with every backend's reason.
     """
-    return _choose(problem, function, _allowed.get())
+    return _choose(problem, function, _named.get())
 
 
 # ---------------------------------------------------------------------------------------------
@@ -191,7 +214,7 @@ class BackendStatus:
     serves: bool
     """this backend would serve the call"""
     reason: str
-    """why not, if it does not"""
+    """why not, if it does not; else which calls another backend serves, if any"""
 
 
 @dataclass(frozen=True)
@@ -215,7 +238,8 @@ class BackendReport:
             f"{p.num_q_heads} query heads, {p.num_kv_heads} kv heads, head_dim {p.head_dim}"
         ]
         for s in self.statuses:
-            verdict = "serves" if s.serves else f"no: {s.reason}"
+            but_for = f", but for {s.reason}" if s.reason else ""
+            verdict = f"serves{but_for}" if s.serves else f"no: {s.reason}"
             lines.append(f"  {s.function:<9} {s.backend:<10} {verdict}")
         return "\n".join(lines)
 
@@ -281,11 +305,14 @@ def backends(
     statuses = []
     for function in get_args(Function):
         taken = None
-        for name in _allowed.get():
-            reason = _backend(name).why_not(problem, function)
-            if reason is None and taken is not None:
-                reason = f"{taken} is faster"
-            elif reason is None:
+        for name in _named.get() or _DEFAULT:
+            backend = _backend(name)
+            reason = backend.why_not(problem, function)
+            serves = reason is None and taken is None
+            if serves:
                 taken = name
-            statuses.append(BackendStatus(function, name, reason is None, reason or ""))
+                reason = backend.but_for(problem, function)
+            elif reason is None:
+                reason = f"{taken} is faster"
+            statuses.append(BackendStatus(function, name, serves, reason or ""))
     return BackendReport(problem, tuple(statuses))

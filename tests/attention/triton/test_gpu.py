@@ -25,9 +25,17 @@ from flashpage import (
     flash_attn_with_kvcache,
 )
 from flashpage.cache.kv_cache import store_kvcache
+from kernels import BACKENDS, kernels
 from oracles import assert_as_good, dense, max_error, varlen
 
 pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def chosen_backends():
+    with kernels():
+        yield
+
 
 # Nearly every problem compiles kernels: several processes with fewer each are faster.
 EXAMPLES = int(os.environ.get("FLASHPAGE_TEST_EXAMPLES", "200"))
@@ -372,7 +380,11 @@ def test_lengths_make_no_new_kernels():
     from flashpage.attention.triton import backward, cache, decode, forward
 
     def compiled() -> int:
-        modules = (backward, cache, decode, forward)
+        modules = [backward, cache, decode, forward]
+        if "hopper" in BACKENDS:
+            from flashpage.attention.hopper import forward as hopper_forward
+
+            modules.append(hopper_forward)
         kernels = {
             id(x): x for module in modules for x in vars(module).values()
             if hasattr(x, "device_caches")
@@ -419,5 +431,5 @@ def test_append_and_attention_are_two_launches_and_a_combine(num_splits):
 
 def test_the_engine_knows_the_backend():
     report = flashpage.backends("cuda", torch.bfloat16, layout="paged")
-    assert report.serving("forward") == "triton"
+    assert report.serving("forward") == BACKENDS[0]
     assert report.serving("decode") == "triton"

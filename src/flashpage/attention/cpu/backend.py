@@ -38,6 +38,9 @@ class TorchBackend:
             return "attention over pages has no backward"
         return None
 
+    def but_for(self, problem: Problem, function: Function) -> str | None:
+        return None
+
     def forward(
         self, problem: Problem, inputs: AttentionInputs, return_s_dmask: bool
     ) -> tuple[Tensor, Tensor, Tensor]:

@@ -40,6 +40,9 @@ class TritonBackend:
             return "its tiles do not fit the shared memory of compute capability 7.5"
         return None
 
+    def but_for(self, problem: Problem, function: Function) -> str | None:
+        return None
+
     def forward(
         self, problem: Problem, inputs: AttentionInputs, return_s_dmask: bool
     ) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,1 @@
+"""Attention kernels for Hopper (compute capability 9.0), in Gluon; on other GPUs not imported."""

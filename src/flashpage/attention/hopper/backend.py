@@ -1,0 +1,87 @@
+"""The Hopper backend: what it serves, and its kernels behind the protocol of `dispatch`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashpage.attention import dispatch
+from flashpage.attention.dispatch import AttentionInputs, DecodeInputs
+from flashpage.attention.hopper import rule
+from flashpage.attention.problem import Function, Problem
+from flashpage.attention.triton import runtime
+from flashpage.attention.triton.backend import TritonBackend
+
+
+class HopperBackend:
+    """Forward attention in 16 bits on a GPU of compute capability 9.0, where it is the faster one.
+
+    The accelerator that fetches tiles has rules for addresses that a `Problem` does not show
+    (16-byte alignment, no expanded dimensions, pages of a multiple of 8 tokens); tensors that
+    break them are served by the kernels of `triton/`, and so are lengths at which those are faster
+    (`rule`), unless these were asked for by name.
+    """
+
+    name = "hopper"
+
+    def why_not(self, problem: Problem, function: Function) -> str | None:
+        if problem.device.type != "cuda":
+            return f"serves tensors on a GPU, not on {problem.device}"
+        if reason := TritonBackend().why_not(problem, function):
+            return reason
+        capability = runtime.capability(problem.device)
+        if capability != 90:
+            return "serves compute capability 9.0 (Hopper)"
+        if reason := why_not_problem(problem, function):
+            return reason
+        return None if dispatch.chosen_by_name() else rule.why_slower(problem)
+
+    def but_for(self, problem: Problem, function: Function) -> str | None:
+        odd = "tensors or pages that are not aligned"
+        if dispatch.chosen_by_name():
+            return odd
+        return (
+            f"fewer than {rule.fewest_keys(problem)} keys, fewer than {rule.FEWEST} rows a "
+            f"sequence in the mean, too little work to occupy the GPU, {odd}"
+        )
+
+    def forward(
+        self, problem: Problem, inputs: AttentionInputs, return_s_dmask: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        from flashpage.attention.hopper.forward import addressable, forward
+
+        slower = not dispatch.chosen_by_name() and rule.slower_here(
+            problem, inputs, runtime.num_multiprocessors(inputs.q.device)
+        )
+        if slower or not addressable(inputs):
+            return TritonBackend().forward(problem, inputs, return_s_dmask)
+        return (*forward(problem, inputs), inputs.q.new_empty(0))
+
+    def backward(
+        self,
+        problem: Problem,
+        inputs: AttentionInputs,
+        dout: Tensor,
+        dlse: Tensor | None,
+        out: Tensor,
+        softmax_lse: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        raise AssertionError("not served: see why_not")
+
+    def decode(self, problem: Problem, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
+        raise AssertionError("not served: see why_not")
+
+
+def why_not_problem(problem: Problem, function: Function) -> str | None:
+    """What the kernels do not serve on any GPU."""
+    if function != "forward":
+        return "serves forward only"
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"serves float16 and bfloat16, not {problem.dtype}"
+    if problem.head_dim % 8:
+        return f"serves head_dim of a multiple of 8, not {problem.head_dim}"
+    if problem.has_alibi:
+        return "has no ALiBi"
+    if problem.dropout_p > 0.0:
+        return "has no dropout"
+    return None

@@ -1,0 +1,221 @@
+"""Launching the forward kernel for Hopper: tiles, descriptors, grid. Shapes as in `ops`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from math import gcd
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from flashpage.attention.dispatch import AttentionInputs
+from flashpage.attention.hopper.forward_kernel import forward_kernel
+from flashpage.attention.hopper.forward_producer import RAGGED_ROWS
+from flashpage.attention.problem import Problem
+from flashpage.attention.triton import runtime
+from flashpage.attention.triton.arguments import as_batch, cdiv, next_power_of_2, raw_scores, window
+
+L2_BYTES = 32 * 2**20
+"""K and V of the heads that run side by side should stay in the second-level cache."""
+RAGGED_SLICES = 0x7FFF0000
+"""Lengths of the two leading dimensions of a ragged descriptor: beyond every row."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Shape of the work of one thread block; the words are those of `forward_kernel`."""
+
+    consumers: int
+    """warpgroups, of 64 query rows each"""
+    block_n: int
+    stages: int
+    ping_pong: bool = True
+    lazy: bool = True
+    persistent: bool = True
+    out_in_q: bool = False
+    registers: tuple[int, int] = (240, 24)
+    """of a thread of a consumer and of the producer"""
+
+
+@cache
+def forward_tiles(block_d: int) -> Tiles:
+    """The table of tiles, by head_dim rounded up to a power of two."""
+    if block_d == 64:
+        return Tiles(consumers=3, block_n=128, stages=4, registers=(160, 32))
+    if block_d == 128:
+        return Tiles(consumers=2, block_n=128, stages=2)
+    return Tiles(consumers=2, block_n=64, stages=2, out_in_q=True)
+
+
+# ---------------------------------------------------------------------------------------------
+# Descriptors
+# ---------------------------------------------------------------------------------------------
+
+
+def addressable(x: AttentionInputs) -> bool:
+    """The tensor memory accelerator can fetch these tensors as the kernel asks for them."""
+    tensors = (x.q, x.k, x.v)
+    if any(t.numel() > 0 and not _fits(t) for t in tensors):
+        return False
+    if x.block_table is None:
+        return True
+    block_size = x.k.shape[1]
+    # Pages are slices of flat memory: they must lie a whole number of rows apart.
+    return block_size % 8 == 0 and all(
+        t.shape[0] == 1 or t.stride(0) == block_size * t.stride(1) for t in (x.k, x.v)
+    )
+
+
+def _fits(x: Tensor) -> bool:
+    if x.data_ptr() % 16 or x.stride(-1) != 1:
+        return False
+    return all(
+        size == 1 or (stride % 8 == 0 and 0 < stride < 2**33)
+        for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)
+    )
+
+
+class _Descriptor(TensorDescriptor):
+    """Without its checks, which take longer than the launch: `addressable` made them."""
+
+    def __post_init__(self) -> None:
+        pass
+
+
+@cache
+def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    element = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}[dtype]
+    return gl.NVMMASharedLayout.get_default_for(list(block), element)
+
+
+def _strides(x: Tensor) -> list[int]:
+    """Those of torch; a dimension of size 1 has any stride there, and here one that is allowed."""
+    return [s if n > 1 else 8 for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
+
+
+def _descriptor(x: Tensor, rows: int, block_d: int, layout_rows: int | None = None) -> Any:
+    """Of a batch `[batch, seqlen, heads, head_dim]`, fetched `rows` rows at a time.
+
+    The layout in shared memory is that of `layout_rows` rows, where several copies make a tile.
+    """
+    layout = _layout((1, layout_rows or rows, 1, block_d), x.dtype)
+    return _Descriptor(x, list(x.shape), [*_strides(x), 1], [1, rows, 1, block_d], layout)
+
+
+def _ragged_descriptor(x: Tensor, rows: int, block_d: int, layout_rows: int | None = None) -> Any:
+    """Of flat tokens `[total, heads, head_dim]`: see `forward_producer`."""
+    row, head = _strides(x)
+    shape = [RAGGED_SLICES, RAGGED_SLICES, RAGGED_ROWS.value, *x.shape[1:]]
+    layout = _layout((1, 1, layout_rows or rows, 1, block_d), x.dtype)
+    return _Descriptor(x, shape, [2**34 - row, row, row, head, 1], [1, 1, rows, 1, block_d], layout)
+
+
+# ---------------------------------------------------------------------------------------------
+# Launching
+# ---------------------------------------------------------------------------------------------
+
+
+def forward(problem: Problem, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+    """`(out, softmax_lse)`, fresh and contiguous."""
+    q = inputs.q
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse_shape = (*q.shape[:-3], problem.num_q_heads, q.shape[-3])
+    softmax_lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
+    if inputs.k.numel() == 0:
+        return out.zero_(), softmax_lse.fill_(torch.inf)
+    with runtime.on_device(q.device):
+        if q.numel() > 0:
+            launch(problem, inputs, out, softmax_lse)
+    return out, softmax_lse
+
+
+def tiles_for(problem: Problem, page: int) -> Tiles:
+    """The tiles of a problem; `page` is the number of tokens in a page, 0 without pages."""
+    tiles = forward_tiles(max(64, next_power_of_2(problem.head_dim)))
+    if page and page % tiles.block_n and tiles.consumers == 2:
+        # One copy a page needs registers for the page ids.
+        tiles = replace(tiles, registers=(232, 40))
+    return tiles
+
+
+def launch(
+    problem: Problem,
+    x: AttentionInputs,
+    out: Tensor,
+    softmax_lse: Tensor,
+    tiles: Tiles | None = None,
+) -> None:
+    """Fill out and softmax_lse; `tiles` in place of the table's, to compare them."""
+    varlen = x.cu_seqlens_q is not None
+    page = x.k.shape[1] if x.block_table is not None else 0
+    tiles = tiles or tiles_for(problem, page)
+    block_d = max(64, next_power_of_2(problem.head_dim))
+    block_m = 64 * tiles.consumers
+    chunk = gcd(page, tiles.block_n) if page else tiles.block_n
+    if varlen:
+        batch = x.cu_seqlens_q.shape[0] - 1
+        seqlen_q = x.q.shape[0]
+        num_tiles_m, num_heads = seqlen_q // block_m + batch + 1, problem.num_q_heads
+        k, v = (t.flatten(0, 1) if page else t for t in (x.k, x.v))
+        q_desc, o_desc = (_ragged_descriptor(t, 64, block_d) for t in (x.q, out))
+        k_desc, v_desc = (_ragged_descriptor(t, chunk, block_d, tiles.block_n) for t in (k, v))
+    else:
+        batch, seqlen_q = x.q.shape[:2]
+        num_tiles_m, num_heads = cdiv(seqlen_q, block_m), batch * problem.num_q_heads
+        q_desc, o_desc = (_descriptor(t, 64, block_d) for t in (x.q, out))
+        k_desc, v_desc = (_descriptor(t, tiles.block_n, block_d) for t in (x.k, x.v))
+    group_heads = problem.group_size
+    if problem.window_right >= 0:
+        kv_bytes = max(1, 2 * x.max_seqlen_k * block_d * x.q.element_size())
+        group_heads *= max(1, L2_BYTES // kv_bytes)
+    num_tiles = num_tiles_m * num_heads
+    grid, counter = num_tiles, None
+    if tiles.persistent:
+        grid = min(num_tiles, runtime.num_multiprocessors(x.q.device))
+        counter = torch.zeros(1, dtype=torch.int32, device=x.q.device)
+    forward_kernel[(grid,)](
+        q_desc,
+        k_desc,
+        v_desc,
+        o_desc,
+        softmax_lse,
+        counter,
+        x.cu_seqlens_q,
+        x.cu_seqlens_k,
+        x.block_table,
+        problem.softmax_scale,
+        problem.softcap,
+        *window(problem),
+        seqlen_q,
+        as_batch(x.k).shape[1],
+        batch,
+        problem.num_q_heads,
+        problem.group_size,
+        num_tiles_m,
+        num_heads,
+        min(group_heads, num_heads),
+        x.k.shape[0],
+        x.block_table.stride(0) if page else 0,
+        CONSUMERS=tiles.consumers,
+        BLOCK_N=tiles.block_n,
+        BLOCK_D=block_d,
+        STAGES=tiles.stages,
+        CHUNK=chunk,
+        VARLEN=varlen,
+        PAGE=page,
+        HAS_LEFT=problem.window_left >= 0,
+        HAS_RIGHT=problem.window_right >= 0,
+        HAS_SOFTCAP=problem.softcap > 0.0,
+        RAW=raw_scores(problem),
+        PING_PONG=tiles.ping_pong,
+        LAZY=tiles.lazy,
+        PERSISTENT=tiles.persistent,
+        OUT_IN_Q=tiles.out_in_q,
+        CONSUMER_REGISTERS=tiles.registers[0],
+        PRODUCER_REGISTERS=tiles.registers[1],
+        num_warps=4,
+    )

@@ -1,0 +1,377 @@
+"""The forward kernel for Hopper: one warp that fetches, two or three warpgroups that compute.
+
+A thread block takes tiles of 64 query rows a warpgroup, one head at a time. Its producer warp
+(`forward_producer`) finds the tiles, and copies Q, K and V into shared memory by the tensor memory
+accelerator; each consumer warpgroup holds the accumulator of its own 64 rows. Keys are walked from
+the last visible one down, so that masks come first. S = Q K^T of the next block is on the tensor
+cores while the exponentials of this one are computed (Shah et al. 2024, FlashAttention-3), and
+named barriers hand the tensor cores from one warpgroup to the next (`PING_PONG`).
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from flashpage.attention.hopper.forward_producer import RAGGED_ROWS, producer
+from flashpage.attention.hopper.forward_softmax import LOG2E, softmax
+from flashpage.attention.hopper.forward_work import key_range, tile_blocks
+from flashpage.attention.hopper.instructions import (
+    barrier_arrive,
+    barrier_sync,
+    hold_here,
+    partial_sums,
+    release,
+    rescale_rows,
+    scale_partial_sums,
+)
+
+LN2 = gl.constexpr(0.6931471805599453)
+FIRST_BARRIER = gl.constexpr(8)
+"""Named barriers below belong to Triton."""
+
+
+# ---------------------------------------------------------------------------------------------
+# The consumers
+# ---------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _told(tile_s, index: gl.constexpr):
+    """A number that the producer published."""
+    return gl.max(tile_s.index(index).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def _step(
+    q, k_s, v_s, k_full, k_empty, v_full, v_empty, blocks_done, p, acc, m, total,
+    row, block, len_q, len_k, softmax_scale, softcap, window_left, window_right,
+    WARPGROUP: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
+    STAGES: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
+    MASK: gl.constexpr, RAW: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr, PING_PONG: gl.constexpr, LAZY: gl.constexpr,
+):  # fmt: skip
+    """O += P V of the last block, S = Q K^T of `block` and its softmax."""
+    v_stage = blocks_done % STAGES
+    v_phase = (blocks_done // STAGES) & 1
+    blocks_done += 1
+    k_stage = blocks_done % STAGES
+    mbarrier.wait(k_full.index(k_stage), (blocks_done // STAGES) & 1)
+    if PING_PONG:
+        barrier_sync(FIRST_BARRIER + WARPGROUP, 256)
+    s = warpgroup_mma(
+        q, k_s.index(k_stage).reshape([BLOCK_N, BLOCK_D]).permute((1, 0)),
+        gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT), use_acc=False, is_async=True,
+    )  # fmt: skip
+    mbarrier.wait(v_full.index(v_stage), v_phase)
+    acc = warpgroup_mma(p, v_s.index(v_stage).reshape([BLOCK_N, BLOCK_D]), acc, is_async=True)
+    if PING_PONG:
+        barrier_arrive(FIRST_BARRIER + (WARPGROUP + 1) % CONSUMERS, 256)
+    s = warpgroup_mma_wait(1, deps=[s])
+    release(k_empty.index(k_stage))
+    new_p, m, alpha = softmax(
+        s, m, row, block, len_q, len_k, softmax_scale, softcap, window_left, window_right,
+        BLOCK_N, S_LAYOUT, MASK, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, LAZY,
+    )  # fmt: skip
+    total = scale_partial_sums(total, alpha) + partial_sums(new_p)
+    if LAZY:
+        total = hold_here(total)
+    acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+    release(v_empty.index(v_stage))
+    p = gl.convert_layout(new_p.to(v_s.dtype), P_LAYOUT)
+    alpha = gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))
+    if LAZY:
+        acc = rescale_rows(acc, alpha)
+    else:
+        acc = acc * alpha[:, None]
+    return blocks_done, p, acc, m, total
+
+
+@gluon.jit
+def _store(
+    o_desc, lse_ptr, out_s, acc, lse, row, sequence, head, first_q, len_q, num_q_heads, seqlen_q,
+    O_LAYOUT: gl.constexpr, BLOCK_D: gl.constexpr, VARLEN: gl.constexpr,
+):  # fmt: skip
+    """64 rows of O, through shared memory, and of the LSE; rows from len_q on are not written."""
+    tma.store_wait(0)
+    out_s.reshape([64, BLOCK_D]).store(acc.to(o_desc.dtype))
+    fence_async_shared()
+    if VARLEN:
+        tma.async_copy_shared_to_global(
+            o_desc, [RAGGED_ROWS, first_q + len_q, RAGGED_ROWS - len_q + row, head, 0], out_s
+        )
+        lse_row = head.to(gl.int64) * seqlen_q + first_q
+    else:
+        tma.async_copy_shared_to_global(o_desc, [sequence, row, head, 0], out_s)
+        lse_row = (sequence.to(gl.int64) * num_q_heads + head) * seqlen_q
+    rows = row + gl.arange(0, 64, gl.SliceLayout(1, O_LAYOUT))
+    gl.store(lse_ptr + lse_row + rows, lse, mask=rows < len_q)
+
+
+@gluon.jit
+def _consumer(
+    o_desc, lse_ptr, softmax_scale, softcap, window_left, window_right, seqlen_q, num_q_heads,
+    q_s, k_s, v_s, o_s, tile_s,
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty,
+    WARPGROUP: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
+    STAGES: gl.constexpr, VARLEN: gl.constexpr, RAW: gl.constexpr, HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr, PING_PONG: gl.constexpr,
+    LAZY: gl.constexpr, OUT_IN_Q: gl.constexpr,
+):  # fmt: skip
+    """The 64 rows of number WARPGROUP of every tile. One warpgroup.
+
+    OUT_IN_Q: O leaves through the shared memory of Q, which is then given back later.
+    """
+    BLOCK_M: gl.constexpr = 64 * CONSUMERS
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    q = q_s.index(WARPGROUP).reshape([64, BLOCK_D])
+    if PING_PONG and WARPGROUP == CONSUMERS - 1:  # the first turn
+        barrier_arrive(FIRST_BARRIER, 256)
+    blocks_done = 0
+    tiles_done = 0
+    mbarrier.wait(tile_full, 0)
+    row_lo = _told(tile_s, 0)
+    while row_lo >= 0:
+        sequence = _told(tile_s, 1)
+        head = _told(tile_s, 2)
+        first_q = _told(tile_s, 3)
+        len_q = _told(tile_s, 4)
+        len_k = _told(tile_s, 5)
+        mbarrier.arrive(tile_empty, count=1)
+        lo, hi = tile_blocks(
+            row_lo, len_q, len_k, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT
+        )
+        row = row_lo + WARPGROUP * 64
+        # Of these 64 rows alone, within what all rows of the tile walk.
+        _, full_lo, full_hi, _ = key_range(
+            row, gl.minimum(row + 64, len_q), len_q, len_k, window_left, window_right, BLOCK_N,
+            HAS_LEFT, HAS_RIGHT,
+        )  # fmt: skip
+
+        mbarrier.wait(q_full.index(WARPGROUP), tiles_done & 1)
+        stage = blocks_done % STAGES
+        mbarrier.wait(k_full.index(stage), (blocks_done // STAGES) & 1)
+        if PING_PONG:
+            barrier_sync(FIRST_BARRIER + WARPGROUP, 256)
+        s = warpgroup_mma(
+            q, k_s.index(stage).reshape([BLOCK_N, BLOCK_D]).permute((1, 0)),
+            gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT), use_acc=False, is_async=True,
+        )  # fmt: skip
+        if PING_PONG:
+            barrier_arrive(FIRST_BARRIER + (WARPGROUP + 1) % CONSUMERS, 256)
+        s = warpgroup_mma_wait(0, deps=[s])
+        release(k_empty.index(stage))
+        m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
+        new_p, m, _ = softmax(
+            s, m, row, hi - 1, len_q, len_k, softmax_scale, softcap, window_left, window_right,
+            BLOCK_N, S_LAYOUT, True, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, False,
+        )  # fmt: skip
+        total = partial_sums(new_p)
+        p = gl.convert_layout(new_p.to(v_s.dtype), P_LAYOUT)
+        acc = gl.zeros([64, BLOCK_D], gl.float32, O_LAYOUT)
+
+        # The right edge, what every row sees, the left edge.
+        full_hi = gl.minimum(gl.maximum(full_hi, lo), hi - 1)
+        full_lo = gl.minimum(gl.maximum(full_lo, lo), full_hi)
+        if HAS_RIGHT:
+            for block in range(hi - 2, full_hi - 1, -1):
+                blocks_done, p, acc, m, total = _step(
+                    q, k_s, v_s, k_full, k_empty, v_full, v_empty, blocks_done, p, acc, m, total,
+                    row, block, len_q, len_k, softmax_scale, softcap, window_left, window_right,
+                    WARPGROUP, CONSUMERS, BLOCK_N, BLOCK_D, STAGES, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+                    True, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PING_PONG, LAZY,
+                )  # fmt: skip
+        else:
+            full_hi = hi - 1
+        for block in range(full_hi - 1, full_lo - 1, -1):
+            blocks_done, p, acc, m, total = _step(
+                q, k_s, v_s, k_full, k_empty, v_full, v_empty, blocks_done, p, acc, m, total,
+                row, block, len_q, len_k, softmax_scale, softcap, window_left, window_right,
+                WARPGROUP, CONSUMERS, BLOCK_N, BLOCK_D, STAGES, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+                False, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PING_PONG, LAZY,
+            )  # fmt: skip
+        if HAS_LEFT:
+            for block in range(full_lo - 1, lo - 1, -1):
+                blocks_done, p, acc, m, total = _step(
+                    q, k_s, v_s, k_full, k_empty, v_full, v_empty, blocks_done, p, acc, m, total,
+                    row, block, len_q, len_k, softmax_scale, softcap, window_left, window_right,
+                    WARPGROUP, CONSUMERS, BLOCK_N, BLOCK_D, STAGES, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+                    True, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PING_PONG, LAZY,
+                )  # fmt: skip
+
+        if not OUT_IN_Q:
+            release(q_empty.index(WARPGROUP))
+        stage = blocks_done % STAGES
+        mbarrier.wait(v_full.index(stage), (blocks_done // STAGES) & 1)
+        acc = warpgroup_mma(p, v_s.index(stage).reshape([BLOCK_N, BLOCK_D]), acc, is_async=True)
+        blocks_done += 1
+        row_sum = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, O_LAYOUT))
+        nothing_seen = row_sum == 0.0
+        row_sum = gl.where(nothing_seen, 1.0, row_sum)
+        top = gl.convert_layout(m, gl.SliceLayout(1, O_LAYOUT))
+        if RAW:
+            top = top * (softmax_scale * LOG2E)
+        lse = gl.where(nothing_seen, float("inf"), (top + gl.log2(row_sum)) * LN2)
+        acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+        release(v_empty.index(stage))
+        out_s = o_s.index(WARPGROUP)
+        if OUT_IN_Q:
+            out_s = q_s.index(WARPGROUP)
+        _store(
+            o_desc, lse_ptr, out_s, acc * (1.0 / row_sum)[:, None], lse, row, sequence, head,
+            first_q, len_q, num_q_heads, seqlen_q, O_LAYOUT, BLOCK_D, VARLEN,
+        )  # fmt: skip
+        if OUT_IN_Q:
+            tma.store_wait(0)
+            release(q_empty.index(WARPGROUP))
+        tiles_done += 1
+        mbarrier.wait(tile_full, tiles_done & 1)
+        row_lo = _told(tile_s, 0)
+    if PING_PONG and WARPGROUP == 0:  # the turn that is left over
+        barrier_sync(FIRST_BARRIER, 256)
+    tma.store_wait(0)
+
+
+# ---------------------------------------------------------------------------------------------
+# The kernel
+# ---------------------------------------------------------------------------------------------
+
+
+@gluon.constexpr_function
+def _shape(count, rows, head_dim, ragged):
+    """Of `count` boxes of a descriptor in shared memory."""
+    return [count, *([1, 1] if ragged else [1]), rows, 1, head_dim]
+
+
+_NEVER_SPECIALISED = (
+    "window_left",
+    "window_right",
+    "seqlen_q",
+    "seqlen_k",
+    "batch",
+    "num_q_heads",
+    "group_size",
+    "num_tiles_m",
+    "num_heads",
+    "group_heads",
+    "num_pages",
+    "stride_table",
+)
+
+
+@gluon.jit(do_not_specialize=_NEVER_SPECIALISED)
+def forward_kernel(
+    q_desc, k_desc, v_desc, o_desc, lse_ptr, counter_ptr, cu_q_ptr, cu_k_ptr, table_ptr,
+    softmax_scale, softcap, window_left, window_right, seqlen_q, seqlen_k, batch, num_q_heads,
+    group_size, num_tiles_m, num_heads, group_heads, num_pages, stride_table,
+    CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+    CHUNK: gl.constexpr, VARLEN: gl.constexpr, PAGE: gl.constexpr, HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr, RAW: gl.constexpr,
+    PING_PONG: gl.constexpr, LAZY: gl.constexpr, PERSISTENT: gl.constexpr, OUT_IN_Q: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Grid: one program a tile, or with PERSISTENT as many as run at a time.
+
+    counter_ptr: int32, 0 (PERSISTENT). CHUNK: rows of K or V that one copy brings, BLOCK_N without
+    pages. VARLEN: q and out are flat, seqlen_q is the number of all rows.
+    """
+    DTYPE: gl.constexpr = q_desc.dtype
+    TILE: gl.constexpr = _shape(CONSUMERS, 64, BLOCK_D, VARLEN)
+    KV: gl.constexpr = _shape(STAGES, BLOCK_N, BLOCK_D, VARLEN or PAGE > 0)
+    q_s = gl.allocate_shared_memory(DTYPE, TILE, q_desc.layout)
+    k_s = gl.allocate_shared_memory(DTYPE, KV, k_desc.layout)
+    v_s = gl.allocate_shared_memory(DTYPE, KV, v_desc.layout)
+    o_s = q_s
+    if not OUT_IN_Q:
+        o_s = gl.allocate_shared_memory(DTYPE, TILE, o_desc.layout)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
+    q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    tile_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    tile_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    tile_s = gl.allocate_shared_memory(gl.int32, [8, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    for i in gl.static_range(CONSUMERS):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=128)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=128 * CONSUMERS)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(v_empty.index(i), count=128 * CONSUMERS)
+    mbarrier.init(tile_full, count=1)
+    mbarrier.init(tile_empty, count=CONSUMERS)
+    fence_async_shared()
+    # Arguments are spelled out: in a variable, compile-time values would cease to be such.
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_consumer, (
+                    o_desc, lse_ptr, softmax_scale, softcap, window_left, window_right, seqlen_q,
+                    num_q_heads, q_s, k_s, v_s, o_s, tile_s, q_full, q_empty, k_full, k_empty,
+                    v_full, v_empty, tile_full, tile_empty, 0, CONSUMERS, BLOCK_N, BLOCK_D, STAGES,
+                    VARLEN, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PING_PONG, LAZY, OUT_IN_Q,
+                )),
+                (_consumer, (
+                    o_desc, lse_ptr, softmax_scale, softcap, window_left, window_right, seqlen_q,
+                    num_q_heads, q_s, k_s, v_s, o_s, tile_s, q_full, q_empty, k_full, k_empty,
+                    v_full, v_empty, tile_full, tile_empty, 1, CONSUMERS, BLOCK_N, BLOCK_D, STAGES,
+                    VARLEN, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PING_PONG, LAZY, OUT_IN_Q,
+                )),
+                (producer, (
+                    q_desc, k_desc, v_desc, counter_ptr, cu_q_ptr, cu_k_ptr, table_ptr,
+                    window_left, window_right, seqlen_q, seqlen_k, batch, num_q_heads, group_size,
+                    num_tiles_m, num_heads, group_heads, num_pages, stride_table, q_s, k_s, v_s,
+                    tile_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full,
+                    tile_empty, CONSUMERS, BLOCK_N, BLOCK_D, STAGES, CHUNK, VARLEN, PAGE, HAS_LEFT,
+                    HAS_RIGHT, PERSISTENT,
+                )),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (
+                    o_desc, lse_ptr, softmax_scale, softcap, window_left, window_right, seqlen_q,
+                    num_q_heads, q_s, k_s, v_s, o_s, tile_s, q_full, q_empty, k_full, k_empty,
+                    v_full, v_empty, tile_full, tile_empty, 0, CONSUMERS, BLOCK_N, BLOCK_D, STAGES,
+                    VARLEN, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PING_PONG, LAZY, OUT_IN_Q,
+                )),
+                (_consumer, (
+                    o_desc, lse_ptr, softmax_scale, softcap, window_left, window_right, seqlen_q,
+                    num_q_heads, q_s, k_s, v_s, o_s, tile_s, q_full, q_empty, k_full, k_empty,
+                    v_full, v_empty, tile_full, tile_empty, 1, CONSUMERS, BLOCK_N, BLOCK_D, STAGES,
+                    VARLEN, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PING_PONG, LAZY, OUT_IN_Q,
+                )),
+                (_consumer, (
+                    o_desc, lse_ptr, softmax_scale, softcap, window_left, window_right, seqlen_q,
+                    num_q_heads, q_s, k_s, v_s, o_s, tile_s, q_full, q_empty, k_full, k_empty,
+                    v_full, v_empty, tile_full, tile_empty, 2, CONSUMERS, BLOCK_N, BLOCK_D, STAGES,
+                    VARLEN, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PING_PONG, LAZY, OUT_IN_Q,
+                )),
+                (producer, (
+                    q_desc, k_desc, v_desc, counter_ptr, cu_q_ptr, cu_k_ptr, table_ptr,
+                    window_left, window_right, seqlen_q, seqlen_k, batch, num_q_heads, group_size,
+                    num_tiles_m, num_heads, group_heads, num_pages, stride_table, q_s, k_s, v_s,
+                    tile_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full,
+                    tile_empty, CONSUMERS, BLOCK_N, BLOCK_D, STAGES, CHUNK, VARLEN, PAGE, HAS_LEFT,
+                    HAS_RIGHT, PERSISTENT,
+                )),
+            ],
+            [4, 4, 1],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip

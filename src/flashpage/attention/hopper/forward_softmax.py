@@ -1,0 +1,62 @@
+"""P of one tile of scores in the forward for Hopper: scale, softcap, mask, the running maximum."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+LOG2E = gl.constexpr(1.4426950408889634)
+
+
+@gluon.jit
+def _tanh(x):
+    """Accurate relative to the result also near 0, where 1 - exp(-2|x|) cancels."""
+    x2 = x * x
+    near = x * (1.0 + x2 * (-1.0 / 3 + x2 * (2.0 / 15 + x2 * (-17.0 / 315 + x2 * (62.0 / 2835)))))
+    e = gl.exp2(gl.abs(x) * (-2.0 * LOG2E))
+    far = (1.0 - e) / (1.0 + e)
+    return gl.where(gl.abs(x) < 0.25, near, gl.where(x < 0, -far, far))
+
+
+@gluon.jit
+def softmax(
+    s, m, row, block, len_q, len_k, softmax_scale, softcap, window_left, window_right,
+    BLOCK_N: gl.constexpr, S_LAYOUT: gl.constexpr, MASK: gl.constexpr, RAW: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr, LAZY: gl.constexpr,
+):  # fmt: skip
+    """`(p, m, alpha)`: P of a tile of raw scores, in base 2, the new maxima, and the factor that
+    older sums and accumulators take.
+
+    RAW: m are maxima of raw scores, which a positive scale keeps in order; otherwise of logits in
+    base 2. LAZY: a maximum that grew by less than 8 in base 2 is not moved: P is then at most 2^8.
+    """
+    scale = 1.0
+    if RAW:
+        scale = softmax_scale * LOG2E
+    else:
+        s = s * softmax_scale
+        if HAS_SOFTCAP:
+            s = softcap * _tanh(s / softcap)
+        s = s * LOG2E
+    if MASK:
+        diff = len_k - len_q
+        rows = row + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
+        cols = block * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
+        if HAS_RIGHT:
+            last = gl.minimum(rows + (diff + window_right), len_k - 1)
+            seen = cols[None, :] <= last[:, None]
+        else:
+            seen = (cols < len_k)[None, :]
+        if HAS_LEFT:
+            first = rows + (diff - window_left)
+            seen = seen & (cols[None, :] >= first[:, None])
+        s = gl.where(seen, s, float("-inf"))
+    new_m = gl.maximum(m, gl.max(s, 1))
+    if LAZY:
+        new_m = gl.where((new_m - m) * scale > 8.0, new_m, m)
+    shift = new_m
+    if MASK:  # rows that have seen no key yet
+        shift = gl.where(new_m == float("-inf"), 0.0, new_m)
+    p = gl.exp2(s * scale - (shift * scale)[:, None])
+    alpha = gl.exp2((m - shift) * scale)
+    return p, new_m, alpha

@@ -1,0 +1,99 @@
+"""Single instructions that Gluon has no word for: named barriers, quiet arrivals, a rescale that a
+warp can jump over. `forward_kernel` is written in these and in Gluon; nothing here knows attention.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy
+
+
+@gluon.constexpr_function
+def _barrier(instruction, index, threads):
+    return f"{instruction} {index}, {threads}; mov.u32 $0, 0;"
+
+
+@gluon.jit
+def barrier_sync(index: gl.constexpr, threads: gl.constexpr):
+    """Wait at a named barrier. Triton takes the first eight for itself."""
+    gl.inline_asm_elementwise(
+        _barrier("bar.sync", index, threads), "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def barrier_arrive(index: gl.constexpr, threads: gl.constexpr):
+    """Arrive at a named barrier without waiting."""
+    gl.inline_asm_elementwise(
+        _barrier("bar.arrive", index, threads), "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def release(barrier):
+    """Every thread arrives at an mbarrier. (`mbarrier.arrive` would first synchronise the warps of
+    the warpgroup.) No asynchronous copy of these threads is under way, so it counts at once.
+    """
+    async_copy.mbarrier_arrive(barrier, increment_count=False)
+
+
+@gluon.jit
+def hold_here(x):
+    """x, two rows by two columns a thread, non-negative: what comes later in the program, such as
+    the wait for a matrix product, is not moved above the instructions that make x.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred q; .reg .f32 a, b; add.f32 a, $4, $5; add.f32 b, $6, $7; add.f32 a, a, b; "
+        "setp.lt.f32 q, a, 0f00000000; vote.sync.any.pred q, q, 0xffffffff; @!q bra.uni over; "
+        "nanosleep.u32 1; over: mov.b32 $0, $4; mov.b32 $1, $5; mov.b32 $2, $6; mov.b32 $3, $7; }",
+        "=f,=f,=f,=f,f,f,f,f",
+        [x],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=4,
+    )
+
+
+@gluon.constexpr_function
+def _rescale(n):
+    """$0... are the results, tied to x; from $2n on the factors, of one row in elements 0 and 1 of
+    every four and of another in 2 and 3."""
+    multiply = " ".join(f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n))
+    return (
+        f"{{ .reg .pred p, q; setp.neu.f32 p, ${2 * n}, 0f3F800000; "
+        f"setp.neu.f32 q, ${2 * n + 2}, 0f3F800000; or.pred p, p, q; "
+        f"vote.sync.any.pred p, p, 0xffffffff; @!p bra.uni over; {multiply} over: }}"
+    )
+
+
+@gluon.constexpr_function
+def _rescale_operands(n):
+    return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["f"] * n)
+
+
+@gluon.jit
+def rescale_rows(x, factor):
+    """`x * factor[:, None]` of an accumulator; a warp whose factors are all 1 jumps over it."""
+    N: gl.constexpr = x.shape[1] // 2
+    return gl.inline_asm_elementwise(
+        _rescale(N),
+        _rescale_operands(N),
+        [x, factor[:, None].broadcast_to(x.shape)],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=N,
+    )
+
+
+@gluon.jit
+def partial_sums(x):
+    """Row sums of a tile of scores as 8 columns of partial sums: no thread needs another's."""
+    return gl.sum(x.reshape([x.shape[0], x.shape[1] // 8, 8]), 1)
+
+
+@gluon.jit
+def scale_partial_sums(x, factor):
+    """`x * factor[:, None]` for x as from `partial_sums`."""
+    layout: gl.constexpr = gl.SliceLayout(1, x.type.layout)
+    return x * gl.convert_layout(factor, layout, assert_trivial=True)[:, None]

@@ -1,0 +1,126 @@
+"""Compile the kernels for Hopper without one, and read what ptxas says of them.
+
+    python tests/attention/hopper/aot.py            a representative set
+    python tests/attention/hopper/aot.py --all      every row of the table of tiles, with every mask
+
+Fails where ptxas would serialise the matrix products (it then says why), where a kernel that must
+not spill registers does, or where one needs more shared memory than there is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
+from aot import SHARED_KB, TOOLS, _inputs, _problem, compiling_for
+
+from flashpage.attention.hopper import forward as hopper
+from flashpage.attention.hopper.forward_kernel import forward_kernel
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+@dataclass(frozen=True)
+class Case:
+    """One forward call."""
+
+    name: str
+    layout: str
+    head_dim: int
+    dtype: torch.dtype = BF16
+    block_size: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
+    spills: int = 0
+    """bytes a thread that are known and allowed"""
+
+
+CAUSAL = {"window_right": 0}
+WINDOW = {"window_left": 64, "window_right": 8}
+SOFTCAP = {"softcap": 20.0}
+
+
+def representative() -> Iterator[Case]:
+    yield Case("causal d 64", "dense", 64, options=CAUSAL, spills=128)
+    yield Case("causal d 128", "dense", 128, options=CAUSAL)
+    yield Case("causal d 256", "dense", 256, options=CAUSAL)
+    yield Case("varlen causal d 96", "varlen", 96, FP16, options=CAUSAL)
+    yield Case("pages of 16 causal d 128", "paged", 128, block_size=16, options=CAUSAL)
+
+
+def every() -> Iterator[Case]:
+    masks = {"full": {}, "causal": CAUSAL, "window": WINDOW, "softcap": {**CAUSAL, **SOFTCAP}}
+    for d in (64, 128, 256):
+        for mask, options in masks.items():
+            for layout, page in (("dense", 0), ("varlen", 0), ("paged", 16), ("paged", 256)):
+                name = f"{layout} {page or ''} {mask} d {d}"
+                yield Case(name, layout, d, BF16, page, options, spills=256)
+
+
+def compile_case(case: Case) -> Any:
+    """The compiled kernel of a case; nothing is launched."""
+    problem = _problem(case.layout, case.dtype, case.head_dim, **case.options)
+    x = _inputs(case.layout, case.dtype, case.head_dim, case.block_size, problem)
+    with compiling_for(90):
+        hopper.forward(problem, x)
+    return list(forward_kernel.device_caches[90][0].values())[-1]
+
+
+def judge(ptx: str) -> tuple[int, int, list[str]]:
+    """Registers, bytes of spills, and warnings, as ptxas reports them."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(ptx)
+        said = subprocess.run(
+            [TOOLS / "ptxas", "-v", "--gpu-name=sm_90a", source, "-o", Path(folder, "cubin")],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    text = said.stdout + said.stderr
+    registers = int(re.search(r"Used (\d+) registers", text)[1])
+    spills = sum(map(int, re.findall(r"(\d+) bytes spill stores", text)))
+    return registers, spills, [line for line in text.splitlines() if "C75" in line]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--all", action="store_true", help="every row of the table, every mask")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    options = parser.parse_args()
+    cases = [c for c in (every() if options.all else representative()) if options.only in c.name]
+    faults = []
+    with ThreadPoolExecutor(2) as pool:
+        pending = []
+        for case in cases:
+            kernel = compile_case(case)
+            pending.append((case, kernel, pool.submit(judge, kernel.asm["ptx"])))
+        for case, kernel, judged in pending:
+            registers, spills, warnings = judged.result()
+            shared, products = kernel.metadata.shared, kernel.asm["ptx"].count("wgmma.mma_async")
+            print(
+                f"{case.name:<32} {registers:4} registers {spills:4} B spilled "
+                f"{shared / 1024:6.1f} KB shared  {products} wgmma"
+            )
+            faults += [f"{case.name}: {warning}" for warning in warnings]
+            if spills > case.spills:
+                faults.append(f"{case.name} spills {spills} bytes a thread")
+            if shared > SHARED_KB[90] * 1024:
+                faults.append(f"{case.name} needs {shared} bytes of shared memory")
+    print(f"{len(cases)} kernels compiled, not run")
+    print("\n".join(faults) or "no faults")
+    sys.exit(bool(faults) or not cases)
+
+
+if __name__ == "__main__":
+    main()
