@@ -56,16 +56,19 @@ class Played:
 
 def play(engine: Engine, asks: Sequence[Ask]) -> Played:
     """Add all, and step until all have ended."""
+    from flashpage.engine.collector import old_objects_spared
+
     outputs = {}
     before = engine.stats()
     began = time.perf_counter()
     for i, ask in enumerate(asks):
         engine.add_request(f"ask-{i}", ask.prompt, ask.params(), reports_once=True)
     steps = [time.perf_counter()]
-    while engine.has_unfinished():
-        for output in engine.step():
-            outputs[output.request_id] = output
-        steps.append(time.perf_counter())
+    with old_objects_spared():  # as in LLM.generate
+        while engine.has_unfinished():
+            for output in engine.step():
+                outputs[output.request_id] = output
+            steps.append(time.perf_counter())
     after = engine.stats()
     ordered = [outputs[f"ask-{i}"] for i in range(len(asks))]
     for output in ordered:

@@ -44,8 +44,8 @@ class EngineConfig:
         max_num_seqs: sequences that run at the same time.
         max_num_batched_tokens: tokens computed per step; long prompts are cut into such chunks.
         attention_context: tokens of context at which attention costs a new token as much time as
-            all the rest of the model: a chunk with a context counts for more than its tokens
-            where it would delay others (see `Scheduler`). None: contexts cost nothing.
+            all the rest of the model, by which chunks are cut that delay others (see
+            `Scheduler`). None: contexts cost nothing.
         enable_prefix_caching: keep the pages of finished requests for those that begin alike.
         seed: for requests that bring no seed of their own; an integer of 64 bits.
         overlap: schedule and launch a step while the one before it still runs, so that the host's

@@ -47,7 +47,7 @@ CHUNKS = 64
 """How many chunks a graph has room for, if not for one; a step with more runs without a graph."""
 
 
-LONE_TOKENS = (64, 128, 192, 256, 384, 512)
+LONE_TOKENS = (64, 128, 256, 384, 512)
 """Tokens of a lone chunk, in finer rungs: the end of a long prompt among decodes."""
 
 
@@ -57,11 +57,11 @@ class Ladder:
     def __init__(self, config: EngineConfig) -> None:
         most = config.max_num_seqs
         alone = [1, 2, 4, *range(8, 129, 8), *range(144, 257, 16), *range(288, most + 32, 32)]
-        mixed = [8, 32, 64, *range(128, most + 64, 64)]
+        mixed = [16, 64, *range(128, most + 128, 128)]
         self._alone = alone[: bisect_left(alone, most) + 1]
         self._mixed = [0, *mixed[: bisect_left(mixed, most) + 1]]
         budget = config.max_num_batched_tokens
-        self._tokens = [64 << i for i in range(30) if 64 << i < budget] + [budget]
+        self._tokens = [n for n in (64, *(256 << i for i in range(30))) if n < budget] + [budget]
         self._lone_tokens = [n for n in LONE_TOKENS if n < budget]
 
     def fit(self, decodes: int, chunks: int, chunk_tokens: int) -> Shape | None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flashpage.cache.kv_cache import KVCache
+from flashpage.engine.collector import old_objects_spared
 from flashpage.engine.config import EngineConfig, check_log_stats, check_seed, check_size
 from flashpage.engine.engine import Engine
 from flashpage.engine.interrupt import deferred_interrupt
@@ -266,7 +267,7 @@ class LLM:
                     self._add(request_id, job, receive, reports_once=True)
                     added.append(request_id)
             tokens_before = self.engine.stats().tokens_generated
-            with Progress(len(ids), progress) as bar:
+            with old_objects_spared(), Progress(len(ids), progress) as bar:
                 while len(finished) < len(ids):
                     self._step()
                     num_tokens = self.engine.stats().tokens_generated - tokens_before

@@ -6,9 +6,9 @@ cache, and each step hands out a budget of tokens: first one to each sequence th
 A sequence that is admitted gets the pages of all its known tokens, so only decodes ask for more;
 when there is none, the youngest running sequence gives its pages back and is computed again later.
 
-A step takes as long as its chunks make it, and its decodes wait for it. So where many sequences
-decode for each that could begin to, chunks share half of the budget and never more than
-`CHUNK_WORK`, and tokens with a long context count for more than one.
+A step takes as long as its chunks make it, and its decodes wait for it: a long prompt is not to
+stop them. So while any sequence decodes, no prompt takes more than `CHUNK_WORK` of a step, of which
+tokens with a long context take more than one each.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from flashpage.cache.block_pool import BlockPool
@@ -24,11 +23,9 @@ from flashpage.cache.prefix import PrefixCache
 from flashpage.engine.config import EngineConfig
 from flashpage.engine.request import Sequence
 
-MANY_DECODES = 8
-"""Sequences that decode for each that begins, from which on they are not to wait for long."""
 CHUNK_WORK = 1024
-"""tokens of chunks in a step, at most, while so many decode: on an H200, about as much time again
-as the step of 32 decodes of a small model (`flashpage bench interference`)"""
+"""tokens of one prompt in a step, at most, while others decode: on an H200 they take about as long
+as a step of 32 decodes of a small model (`flashpage bench interference`)"""
 
 
 class Chunk(NamedTuple):
@@ -89,20 +86,20 @@ class Scheduler:
                 prompts.append(sequence)
             elif num_uncomputed and (sequence.may_go_on or not sequence.num_pending):
                 decodes.append(sequence)  # else its last token is on the way
-        budget = self._budget(len(decodes), len(prompts))
         for sequence in decodes:
             if self._make_room(sequence, 1):
                 start = sequence.num_computed_tokens
                 chunks.append(Chunk(sequence, start, start + 1, True, sequence.generation))
-        budget.tokens -= len(chunks)
+        budget = self.config.max_num_batched_tokens - len(chunks)
         for sequence in prompts:
-            num_tokens = budget.fit(sequence)
+            num_tokens = min(self._chunk_size(sequence, bool(decodes)), budget)
             if num_tokens > 0 and self._make_room(sequence, num_tokens):
                 chunks.append(_chunk(sequence, num_tokens))
-                budget.spend(chunks[-1])
-        while not budget.is_spent and (sequence := self._admit()) is not None:
-            chunks.append(_chunk(sequence, budget.fit(sequence)))
-            budget.spend(chunks[-1])
+                budget -= num_tokens
+        while budget > 0 and (sequence := self._admit()) is not None:
+            num_tokens = min(self._chunk_size(sequence, bool(decodes)), budget)
+            chunks.append(_chunk(sequence, num_tokens))
+            budget -= num_tokens
         return chunks
 
     def launched(self, chunk: Chunk) -> None:
@@ -164,14 +161,17 @@ class Scheduler:
             assert not sequence.is_finished
             assert sequence.num_computed_tokens == 0
 
-    def _budget(self, num_decodes: int, num_prompts: int) -> _Budget:
-        config = self.config
-        tokens = config.max_num_batched_tokens
-        num_places = config.max_num_seqs - len(self.running)
-        num_beginning = num_prompts + min(len(self.waiting), num_places)
-        if num_decodes < MANY_DECODES * num_beginning:
-            return _Budget(tokens, tokens, None)
-        return _Budget(tokens, max(min(tokens // 2, CHUNK_WORK), 1), config.attention_context)
+    def _chunk_size(self, sequence: Sequence, others_decode: bool) -> int:
+        """How many of a prompt's tokens a step may compute, if its budget is large enough."""
+        num_tokens = sequence.num_uncomputed_tokens
+        if not others_decode:
+            return num_tokens
+        work = float(CHUNK_WORK)
+        if self.config.attention_context is not None:
+            # n tokens from a context c on do n (1 + (c + n / 2) / a) work.
+            a, c = self.config.attention_context, sequence.num_computed_tokens
+            work = math.sqrt((a + c) ** 2 + 2 * a * work) - (a + c)
+        return min(num_tokens, max(int(work), 1))
 
     def _admit(self) -> Sequence | None:
         """Let the first waiting sequence run, if there are a place and pages for it."""
@@ -243,44 +243,6 @@ class Scheduler:
         sequence.num_hit_blocks = 0
         sequence.num_computed_tokens = 0
         sequence.generation += 1
-
-
-@dataclass
-class _Budget:
-    """What a step may still compute.
-
-    Attributes:
-        tokens: of all kinds.
-        work: of chunks, in tokens; one with a context counts `1 + context / attention_context`.
-    """
-
-    tokens: int
-    work: float
-    attention_context: int | None
-
-    @property
-    def is_spent(self) -> bool:
-        return self.tokens <= 0 or self.work < 1
-
-    def fit(self, sequence: Sequence) -> int:
-        """How many of the sequence's next tokens the step may compute."""
-        wanted = min(sequence.num_uncomputed_tokens, self.tokens)
-        if self.work < 1:
-            return 0
-        if self.attention_context is None:
-            return min(wanted, int(self.work))
-        # n tokens from a context c on count n (1 + (c + n / 2) / a); never so many that none fits.
-        a, c = self.attention_context, sequence.num_computed_tokens
-        n = math.sqrt((a + c) ** 2 + 2 * a * self.work) - (a + c)
-        return min(wanted, max(int(n), 1))
-
-    def spend(self, chunk: Chunk) -> None:
-        n = chunk.num_tokens
-        context = 0.0
-        if self.attention_context is not None:
-            context = (chunk.start + n / 2) / self.attention_context
-        self.tokens -= n
-        self.work -= n * (1 + context)
 
 
 def _chunk(sequence: Sequence, num_tokens: int) -> Chunk:
