@@ -341,6 +341,8 @@ def interference(options: Options) -> list[Row]:
         _forget(llm)
         times: list[float] = []
         decodes = random_asks(options, count, prompt, new)
+        late = random_asks(options, 1, long, 1)[0]
+        began = ended = 0.0
         for i, ask in enumerate(decodes):
             engine.add_request(f"decode-{i}", ask.prompt, ask.params())
         arrived = None
@@ -348,9 +350,11 @@ def interference(options: Options) -> list[Row]:
             names = {output.request_id for output in engine.step()}
             if "decode-0" in names:
                 times.append(time.perf_counter())
+            if "late" in names:
+                ended = time.perf_counter()
             if len(times) == new // 4 and arrived is None:
                 arrived = len(times)
-                late = random_asks(options, 1, long, 1)[0]
+                began = time.perf_counter()
                 engine.add_request("late", late.prompt, late.params())
         gaps = [b - a for a, b in pairwise(times)]
         assert arrived is not None
@@ -360,6 +364,7 @@ def interference(options: Options) -> list[Row]:
                 "median_gap_ms": 1e3 * calm,
                 "largest_gap_ms": 1e3 * max(gaps[arrived - 1 :]),
                 "largest_over_median": max(gaps[arrived - 1 :]) / calm,
+                "late_first_token_ms": 1e3 * (ended - began),
             }
         )
     middle = sorted(rows, key=lambda r: r["largest_over_median"])[len(rows) // 2]

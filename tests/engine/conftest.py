@@ -50,7 +50,10 @@ class HistoryModel(nn.Module):
         self.config = SimpleNamespace(
             vocab_size=VOCAB_SIZE,
             num_layers=1,
+            num_q_heads=1,
             num_kv_heads=1,
+            hidden_size=4,
+            intermediate_size=4,
             head_dim=2,
             eos_token_ids=(EOS,),
             max_position_embeddings=256,

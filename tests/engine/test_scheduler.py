@@ -7,7 +7,7 @@ import pytest
 from flashpage.engine.config import EngineConfig
 from flashpage.engine.request import Request, Sequence
 from flashpage.engine.sampling_params import SamplingParams
-from flashpage.engine.scheduler import Scheduler
+from flashpage.engine.scheduler import MANY_DECODES, Scheduler
 from flashpage.errors import ArgumentError
 
 
@@ -45,6 +45,42 @@ def test_decodes_first_then_running_chunks_then_newcomers():
     scheduler.add([late])
     assert step(scheduler) == [(short, 1), (long, 15)]
     assert step(scheduler) == [(short, 1), (long, 1), (late, 5)]
+
+
+@pytest.mark.parametrize("attention_context", [None, 10, 1000])
+def test_chunks_share_half_of_the_budget_where_most_decode(attention_context):
+    budget = 64
+    scheduler = make_scheduler(
+        num_blocks=5000, max_model_len=900, max_num_seqs=20, max_num_batched_tokens=budget,
+        attention_context=attention_context,
+    )  # fmt: skip
+    decodes = [make_sequence(2, 10 * i) for i in range(MANY_DECODES)]
+    scheduler.add(decodes)
+    step(scheduler)
+    long, other = make_sequence(600, 1000), make_sequence(600, 5000)
+    scheduler.add([long, other])
+    # Two begin: a whole step for the chunks.
+    done, sizes = budget - len(decodes), []
+    assert step(scheduler) == [*((s, 1) for s in decodes), (long, done)]
+    scheduler.remove(other)
+    while done < 600:
+        chunks = dict(step(scheduler))
+        assert all(chunks[s] == 1 for s in decodes)
+        n = chunks[long]
+        sizes.append(n)
+        work = n * (1 + (done + n / 2) / attention_context) if attention_context else n
+        assert n == 1 or work <= budget / 2
+        if done + n < 600:
+            more = (n + 1) * (1 + (done + (n + 1) / 2) / (attention_context or 1e12))
+            assert more > budget / 2
+        done += n
+    assert sizes[:-1] == sorted(sizes[:-1], reverse=True)
+    # Alone, it has whole steps again.
+    alone = make_sequence(600, 8000)
+    for sequence in (*decodes, long):
+        scheduler.remove(sequence)
+    scheduler.add([alone])
+    assert step(scheduler) == [(alone, budget)]
 
 
 def test_no_more_than_max_num_seqs_run():

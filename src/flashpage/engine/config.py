@@ -43,6 +43,9 @@ class EngineConfig:
         block_size: tokens per page.
         max_num_seqs: sequences that run at the same time.
         max_num_batched_tokens: tokens computed per step; long prompts are cut into such chunks.
+        attention_context: tokens of context at which attention costs a new token as much time as
+            all the rest of the model: a chunk with a context counts for more than its tokens
+            where it would delay others (see `Scheduler`). None: contexts cost nothing.
         enable_prefix_caching: keep the pages of finished requests for those that begin alike.
         seed: for requests that bring no seed of their own; an integer of 64 bits.
         overlap: schedule and launch a step while the one before it still runs, so that the host's
@@ -58,6 +61,7 @@ class EngineConfig:
     block_size: int = 16
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
+    attention_context: int | None = None
     enable_prefix_caching: bool = True
     seed: int = 0
     overlap: bool = False
@@ -75,6 +79,8 @@ class EngineConfig:
             "max_num_batched_tokens",
         ):
             check_size(name, getattr(self, name))
+        if self.attention_context is not None:
+            check_size("attention_context", self.attention_context)
         check_seed(self.seed)
         check_log_stats(self.log_stats)
         for name in ("enable_prefix_caching", "overlap", "enforce_eager"):

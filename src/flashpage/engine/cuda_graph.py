@@ -43,8 +43,12 @@ class Shape(NamedTuple):
         return self.decodes + self.chunk_tokens
 
 
-CHUNKS = (8, 64)
-"""How many chunks a graph has room for; a step with more runs without a graph."""
+CHUNKS = 64
+"""How many chunks a graph has room for, if not for one; a step with more runs without a graph."""
+
+
+LONE_TOKENS = (64, 128, 192, 256, 384, 512)
+"""Tokens of a lone chunk, in finer rungs: the end of a long prompt among decodes."""
 
 
 class Ladder:
@@ -58,24 +62,28 @@ class Ladder:
         self._mixed = [0, *mixed[: bisect_left(mixed, most) + 1]]
         budget = config.max_num_batched_tokens
         self._tokens = [64 << i for i in range(30) if 64 << i < budget] + [budget]
+        self._lone_tokens = [n for n in LONE_TOKENS if n < budget]
 
     def fit(self, decodes: int, chunks: int, chunk_tokens: int) -> Shape | None:
         """The smallest shape with room for these, if there is one."""
         if chunks == 0:
             return Shape(self._alone[bisect_left(self._alone, decodes)], 0, 0)
-        if chunks > CHUNKS[-1]:
+        if chunks > CHUNKS:
             return None
+        is_lone = chunks == 1 and chunk_tokens <= max(self._lone_tokens, default=0)
+        tokens = self._lone_tokens if is_lone else self._tokens
         return Shape(
             self._mixed[bisect_left(self._mixed, decodes)],
-            CHUNKS[bisect_left(CHUNKS, chunks)],
-            self._tokens[bisect_left(self._tokens, chunk_tokens)],
+            1 if is_lone else CHUNKS,
+            tokens[bisect_left(tokens, chunk_tokens)],
         )
 
     def usual(self) -> list[Shape]:
         """Shapes that most runs need, the largest first."""
         mixed = [
-            Shape(decodes, CHUNKS[0], tokens)
-            for tokens in reversed(self._tokens)
+            Shape(decodes, chunks, tokens)
+            for chunks, rungs in ((CHUNKS, self._tokens), (1, self._lone_tokens))
+            for tokens in reversed(rungs)
             for decodes in reversed(self._mixed)
         ]
         return mixed + [Shape(decodes, 0, 0) for decodes in reversed(self._alone)]
@@ -83,14 +91,14 @@ class Ladder:
     @property
     def max_rows(self) -> int:
         """Rows of the largest shape."""
-        return max(self._alone[-1], self._mixed[-1] + CHUNKS[-1])
+        return max(self._alone[-1], self._mixed[-1] + CHUNKS)
 
     @property
     def largest(self) -> list[Shape]:
         """Shapes that bound all others in what they are told."""
         return [
             Shape(self._alone[-1], 0, 0),
-            Shape(self._mixed[-1], CHUNKS[-1], self._tokens[-1]),
+            Shape(self._mixed[-1], CHUNKS, self._tokens[-1]),
         ]
 
 
@@ -221,7 +229,8 @@ class StepGraphs:
     def replay(
         self, shape: Shape, decodes: list[Chunk], chunks: list[Chunk], sampling: PlainSampling
     ) -> Tensor:
-        """Compute a step of `shape`: `decodes`, then `chunks`.
+        """Compute a step of `shape`: `decodes`, those with the longest context first, then
+        `chunks`.
 
         Returns:
             `[shape.rows, hidden_size]`, the last hidden state of decode `i` in row `i`, and of
@@ -262,7 +271,9 @@ class StepGraphs:
         input_ids = torch.where(x.source >= 0, earlier, x.token_ids.long())
         decode = prefill = None
         if shape.decodes:
-            decode = DecodeBatch(0, shape.decodes, x.cache_seqlens, x.block_table)
+            decode = DecodeBatch(
+                0, shape.decodes, x.cache_seqlens, x.block_table, longest_first=True
+            )
         if shape.chunks:
             prefill = PrefillBatch(
                 start=shape.decodes,
@@ -349,7 +360,7 @@ def _fill_chunks(x: Inputs, chunks: list[Chunk], block_size: int) -> None:
         x.slots.numpy()[begin:end] = (
             pages[positions // block_size] * block_size + positions % block_size
         )
-        cu_q[i + 1] = end - first
+        cu_q[i + 1] = cu_q[i] + chunk.num_tokens
         cu_k[i + 1] = cu_k[i] + chunk.end
         last[first + i] = end - 1
         begin = end

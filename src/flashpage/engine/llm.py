@@ -31,6 +31,7 @@ from flashpage.engine.sampling_params import SamplingParams
 from flashpage.engine.values import show
 from flashpage.errors import ArgumentError, RequestError
 from flashpage.layers import attention, fused
+from flashpage.models.config import ModelConfig
 from flashpage.weights.load import LoadedModel, load_model
 from flashpage.weights.tokenizer import Tokenizer
 
@@ -378,7 +379,20 @@ def _engine_config(
         max_model_len=max_model_len or min(limit, num_blocks * block_size),
         block_size=block_size,
         max_num_seqs=max_num_seqs,
+        attention_context=_attention_context(model),
         dtype=dtype,
         device=device,
         **options,
     )
+
+
+def _attention_context(model: ModelConfig) -> int:
+    """Context at which a token's attention takes as long as its products with weights.
+
+    By operations, of which the products do about twice as many in a second (on an H200, for
+    chunks of some hundred tokens).
+    """
+    q_size = model.num_q_heads * model.head_dim
+    kv_size = model.num_kv_heads * model.head_dim
+    weights = model.hidden_size * (2 * q_size + 2 * kv_size + 3 * model.intermediate_size)
+    return max(1, weights // (2 * q_size) // 2)

@@ -130,6 +130,8 @@ class Runner:
             chunk.sequence.next_prompt_logprob is None for chunk in chunks
         ):
             decodes = [c for c in chunks if c.start > 0 and c.num_tokens == 1]
+            # Longest contexts first: what a GPU begins last is to be short, lest all wait for it.
+            decodes.sort(key=lambda chunk: chunk.start, reverse=True)
             others = [c for c in chunks if c.start == 0 or c.num_tokens > 1]
             shape = self._ladder.fit(len(decodes), len(others), sum(c.num_tokens for c in others))
             if shape is not None:

@@ -5,18 +5,27 @@ cache, and each step hands out a budget of tokens: first one to each sequence th
 (a decode), then chunks to running sequences that lack more, then to new ones while pages last.
 A sequence that is admitted gets the pages of all its known tokens, so only decodes ask for more;
 when there is none, the youngest running sequence gives its pages back and is computed again later.
+
+A step takes as long as its chunks make it, and its decodes wait for it. So where many sequences
+decode for each that could begin to, chunks share half of the budget, and tokens with a long context
+count for more than one.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from flashpage.cache.block_pool import BlockPool
 from flashpage.cache.prefix import PrefixCache
 from flashpage.engine.config import EngineConfig
 from flashpage.engine.request import Sequence
+
+MANY_DECODES = 8
+"""Sequences that decode for each that begins, from which on they are not to wait for long."""
 
 
 class Chunk(NamedTuple):
@@ -68,18 +77,25 @@ class Scheduler:
     def schedule(self) -> list[Chunk]:
         """The chunks of the next step, at most `max_num_batched_tokens` tokens together."""
         chunks: list[Chunk] = []
-        budget = self.config.max_num_batched_tokens
-        decodes_first = sorted(self.running, key=lambda s: s.num_uncomputed_tokens > 1)
-        for sequence in decodes_first:
+        decodes: list[Sequence] = []
+        prompts: list[Sequence] = []
+        for sequence in self.running:
+            (prompts if sequence.num_uncomputed_tokens > 1 else decodes).append(sequence)
+        budget = self._budget(len(decodes), len(prompts))
+        for sequence in decodes:
             if sequence.num_pending and not sequence.may_go_on:
                 continue  # its last token is on the way
-            num_tokens = min(sequence.num_uncomputed_tokens, budget)
+            if sequence.num_uncomputed_tokens > 0 and self._make_room(sequence, 1):
+                chunks.append(_chunk(sequence, 1))
+        budget.tokens -= len(chunks)
+        for sequence in prompts:
+            num_tokens = budget.fit(sequence)
             if num_tokens > 0 and self._make_room(sequence, num_tokens):
                 chunks.append(_chunk(sequence, num_tokens))
-                budget -= num_tokens
-        while budget > 0 and (sequence := self._admit()) is not None:
-            chunks.append(_chunk(sequence, min(sequence.num_uncomputed_tokens, budget)))
-            budget -= chunks[-1].num_tokens
+                budget.spend(chunks[-1])
+        while not budget.is_spent and (sequence := self._admit()) is not None:
+            chunks.append(_chunk(sequence, budget.fit(sequence)))
+            budget.spend(chunks[-1])
         return chunks
 
     def launched(self, chunk: Chunk) -> None:
@@ -140,6 +156,15 @@ class Scheduler:
             assert not sequence.block_ids, "a waiting sequence holds pages"
             assert not sequence.is_finished
             assert sequence.num_computed_tokens == 0
+
+    def _budget(self, num_decodes: int, num_prompts: int) -> _Budget:
+        config = self.config
+        tokens = config.max_num_batched_tokens
+        num_places = config.max_num_seqs - len(self.running)
+        num_beginning = num_prompts + min(len(self.waiting), num_places)
+        if num_decodes < MANY_DECODES * num_beginning:
+            return _Budget(tokens, tokens, None)
+        return _Budget(tokens, max(tokens // 2, 1), config.attention_context)
 
     def _admit(self) -> Sequence | None:
         """Let the first waiting sequence run, if there are a place and pages for it."""
@@ -208,6 +233,44 @@ class Scheduler:
         sequence.num_hit_blocks = 0
         sequence.num_computed_tokens = 0
         sequence.generation += 1
+
+
+@dataclass
+class _Budget:
+    """What a step may still compute.
+
+    Attributes:
+        tokens: of all kinds.
+        work: of chunks, in tokens; one with a context counts `1 + context / attention_context`.
+    """
+
+    tokens: int
+    work: float
+    attention_context: int | None
+
+    @property
+    def is_spent(self) -> bool:
+        return self.tokens <= 0 or self.work < 1
+
+    def fit(self, sequence: Sequence) -> int:
+        """How many of the sequence's next tokens the step may compute."""
+        wanted = min(sequence.num_uncomputed_tokens, self.tokens)
+        if self.work < 1:
+            return 0
+        if self.attention_context is None:
+            return min(wanted, int(self.work))
+        # n tokens from a context c on count n (1 + (c + n / 2) / a); never so many that none fits.
+        a, c = self.attention_context, sequence.num_computed_tokens
+        n = math.sqrt((a + c) ** 2 + 2 * a * self.work) - (a + c)
+        return min(wanted, max(int(n), 1))
+
+    def spend(self, chunk: Chunk) -> None:
+        n = chunk.num_tokens
+        context = 0.0
+        if self.attention_context is not None:
+            context = (chunk.start + n / 2) / self.attention_context
+        self.tokens -= n
+        self.work -= n * (1 + context)
 
 
 def _chunk(sequence: Sequence, num_tokens: int) -> Chunk:

@@ -9,7 +9,7 @@ import torch
 
 from flashpage import flash_attn_func, flash_attn_varlen_func
 from flashpage.attention import dispatch
-from flashpage.attention.triton import runtime
+from flashpage.attention.triton import forward, runtime
 from kernels import BACKEND, DEVICE, DTYPES, kernels, poisoned
 from oracles import assert_as_good, dense, max_error, varlen
 
@@ -198,6 +198,60 @@ def test_any_strides():
         assert max_error(out, expected) < 1e-6
 
 
+SPLIT_OPTIONS = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (110, 3)},
+    "softcap": {"softcap": 2.0, "causal": True},
+    "alibi": {"alibi_slopes": torch.tensor([0.1, 0.3, 0.0, 1.0])},
+    "huge": {"softmax_scale": 1e9, "causal": True},
+}
+
+
+@pytest.mark.parametrize("name", SPLIT_OPTIONS)
+@pytest.mark.parametrize("layout", ["dense", "varlen", "paged"])
+def test_few_rows_over_many_keys_in_parts(name, layout, monkeypatch, poisoned):
+    monkeypatch.setattr(forward, "MIN_SPLIT_KEYS", 32)
+    monkeypatch.setattr(forward.runtime, "num_multiprocessors", lambda device: 132)
+    options = {
+        key: x.to(DEVICE) if isinstance(x, torch.Tensor) else x
+        for key, x in SPLIT_OPTIONS[name].items()
+    }
+    num_keys = [200, 0, 97]
+    q = torch.randn(3, 37, 4, 16, device=DEVICE)
+    k, v = (torch.randn(3, 200, 2, 16, device=DEVICE) for _ in range(2))
+    parts = []
+    original = forward.combine
+    monkeypatch.setattr(forward, "combine", lambda *a: (parts.append(a[1]), original(*a)))
+    cu_q = torch.arange(0, 112, 37, dtype=torch.int32, device=DEVICE)
+    with kernels():
+        if layout == "dense":
+            num_keys = [200] * 3
+            out, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True, **options)
+        else:
+            cu_k = torch.tensor([0, 200, 200, 297], dtype=torch.int32, device=DEVICE)
+            keys = [torch.cat([x[0], x[2, :97]]) for x in (k, v)]
+            table = None
+            if layout == "paged":
+                table = torch.tensor([[4, 2], [-1, -1], [0, -1]], dtype=torch.int32, device=DEVICE)
+                keys = [x.new_full((5, 128, 2, 16), torch.nan) for x in (k, v)]
+                for pages, x in zip(keys, (k, v), strict=True):
+                    pages[4], pages[2, :72], pages[0, :97] = x[0, :128], x[0, 128:], x[2, :97]
+            out, lse, _ = flash_attn_varlen_func(
+                q.flatten(0, 1), *keys, cu_q, cu_k, 37, 200, block_table=table,
+                return_attn_probs=True, **options,
+            )  # fmt: skip
+            out, lse = out.view_as(q), lse.view(4, 3, 37).transpose(0, 1)
+    assert parts
+    assert parts[0].maxima.shape[-1] > 2
+    for i, n in enumerate(num_keys):
+        exact = [x[i : i + 1, :n].double() for x in (k, v)]
+        exact_out, exact_lse = dense(q[i : i + 1].double(), *exact, **options)
+        low_out, low_lse = dense(q[i : i + 1], *(x.float() for x in exact), **options)
+        assert_as_good(out[i : i + 1], exact_out, low_out)
+        assert_as_good(lse[i : i + 1], exact_lse, low_lse)
+
+
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (11, 3)}], ids=str)
 @pytest.mark.parametrize("too_small", [False, True])
 def test_varlen(options, too_small):
@@ -213,6 +267,46 @@ def test_varlen(options, too_small):
         out, lse, _ = flash_attn_varlen_func(
             q, k, v, *lengths, *bounds, return_attn_probs=True, **options
         )
+    exact_out, exact_lse = varlen(q.double(), k.double(), v.double(), cu_q, cu_k, **options)
+    assert max_error(out, exact_out) < 1e-5
+    assert max_error(lse, exact_lse) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("count", "block_size", "options"),
+    [
+        (9, None, {}),
+        (9, 16, {"causal": True}),
+        (9, None, {"window_size": (11, 3)}),
+        (70, 16, {"causal": True}),
+    ],
+    ids=str,
+)
+def test_varlen_of_one_long_and_many_short(count, block_size, options):
+    """Of the tiles that all of them could have, most are not there: they are looked for."""
+    lengths_q = [0, *torch.randint(0, 4, (count,)).tolist(), 130, 0, 33, 1, 0]
+    lengths_k = [n and n + int(torch.randint(0, 40, ())) for n in lengths_q]
+    cu_q, cu_k = ([0, *torch.tensor(n).cumsum(0).tolist()] for n in (lengths_q, lengths_k))
+    q = torch.randn(cu_q[-1] + 5, 2, 16, device=DEVICE)
+    k, v = (torch.randn(cu_k[-1], 1, 16, device=DEVICE) for _ in range(2))
+    call = [q, k, v]
+    table = None
+    if block_size is not None:
+        per_sequence = -(-max(lengths_k) // block_size)
+        shape = (len(lengths_q) * per_sequence, block_size, 1, 16)
+        call[1:] = (torch.full(shape, torch.nan, device=DEVICE) for _ in range(2))
+        table = torch.randperm(shape[0], device=DEVICE).view(-1, per_sequence).int()
+        for i, n in enumerate(lengths_k):
+            for t in range(n):
+                place = int(table[i, t // block_size]), t % block_size
+                call[1][place], call[2][place] = k[cu_k[i] + t], v[cu_k[i] + t]
+    lengths = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (cu_q, cu_k)]
+    with kernels():
+        out, lse, _ = flash_attn_varlen_func(
+            *call, *lengths, 130, max(lengths_k), block_table=table, return_attn_probs=True,
+            **options,
+        )  # fmt: skip
+    assert not out[cu_q[-1] :].any()
     exact_out, exact_lse = varlen(q.double(), k.double(), v.double(), cu_q, cu_k, **options)
     assert max_error(out, exact_out) < 1e-5
     assert max_error(lse, exact_lse) < 1e-5

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any
 
 import torch
 import triton
@@ -31,6 +30,7 @@ from flashpage.attention.triton.arguments import (
     slopes_stride,
     window,
 )
+from flashpage.attention.triton.combine import combine, empty_parts
 from flashpage.attention.triton.score import LN2, LOG2E, key_range, logits2, visible
 
 # ---------------------------------------------------------------------------------------------
@@ -216,8 +216,9 @@ def _split_kernel(
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
-        # The combine kernel may be set up while this one runs; it waits for its end.
+        # The next kernel may be set up while this one runs; it waits for its end.
         gdc_launch_dependents()
+        gdc_wait()
     # Heads vary fastest: programs that run together read neighbouring memory.
     pid = tl.program_id(0)
     kv_head = pid % num_kv_heads
@@ -339,64 +340,6 @@ def _split_kernel(
     )
 
 
-@triton.jit(
-    do_not_specialize=["scale2", "num_rows", "num_q_heads", "seqlen_q", "num_splits"],
-)
-def _combine_kernel(
-    partial_ptr,
-    max_ptr,
-    sum_ptr,
-    out_ptr,
-    lse_ptr,
-    scale2,
-    num_rows,
-    num_q_heads,
-    seqlen_q,
-    num_splits,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """Sum the parts of each row, weighted by the distance of their maxima."""
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    splits = tl.arange(0, BLOCK_S)
-    dims = tl.arange(0, BLOCK_D)
-    real = rows < num_rows
-    there = real[:, None] & (splits < num_splits)[None, :]
-    place = rows[:, None] * num_splits + splits[None, :]
-    if OVERLAP:
-        gdc_wait()
-    m = tl.load(max_ptr + place, mask=there, other=float("-inf"))
-    l = tl.load(sum_ptr + place, mask=there, other=0.0)  # noqa: E741 - the field's name
-    # Read before it is known which parts are empty: one trip to memory, not two.
-    partial = tl.load(
-        partial_ptr + (place * HEAD_DIM)[:, :, None] + dims[None, None, :],
-        mask=there[:, :, None] & (dims < HEAD_DIM)[None, None, :],
-        other=0.0,
-    )
-    m_row = tl.max(m, 1)
-    top = tl.where(m_row == float("-inf"), 0.0, m_row)
-    weight = tl.exp2((m - top[:, None]) * scale2)
-    total = tl.sum(weight * l, 1)
-    # An empty part wrote no values: what lies there may be NaN.
-    filled = (m > float("-inf"))[:, :, None]
-    acc = tl.sum(tl.where(filled, partial * weight[:, :, None], 0.0), 1)
-    empty = total == 0
-    acc = tl.where(empty, 0.0, 1.0 / total)[:, None] * acc
-    lse = tl.where(empty, float("inf"), (top * scale2 + tl.log2(total)) * LN2)
-    tl.store(
-        out_ptr + (rows * HEAD_DIM)[:, None] + dims[None, :],
-        acc.to(out_ptr.dtype.element_ty),
-        mask=real[:, None] & (dims < HEAD_DIM)[None, :],
-    )
-    head = rows % num_q_heads
-    token = rows // num_q_heads % seqlen_q
-    sequence = rows // num_q_heads // seqlen_q
-    tl.store(lse_ptr + (sequence * num_q_heads + head) * seqlen_q + token, lse, mask=real)
-
-
 # ---------------------------------------------------------------------------------------------
 # Launch
 # ---------------------------------------------------------------------------------------------
@@ -439,26 +382,19 @@ def launch(
     num_splits: int,
 ) -> None:
     """Write `out` and `softmax_lse`, contiguous, with a given tile and number of splits."""
-    rows = out.shape[:3]
     with runtime.on_device(out.device):
         if num_splits == 1:
             _launch_split(problem, inputs, out, softmax_lse, None, tile, 1)
             return
-        partial = out.new_empty(*rows, num_splits, problem.head_dim, dtype=torch.float32)
-        maxima, sums = out.new_empty(2, *rows, num_splits, dtype=torch.float32)
-        _launch_split(problem, inputs, partial, maxima, sums, tile, num_splits)
-        _launch_combine(problem, partial, maxima, sums, out, softmax_lse)
+        parts = empty_parts(out, num_splits)
+        _launch_split(problem, inputs, *parts, tile, num_splits)
+        combine(problem, parts, out, softmax_lse)
 
 
 def _capacity(inputs: DecodeInputs) -> int:
     """Positions of one sequence."""
     length = inputs.k_cache.shape[1]
     return length if inputs.block_table is None else inputs.block_table.shape[1] * length
-
-
-def _overlap(device: torch.device) -> dict[str, Any]:
-    """The combine kernel is set up while the split kernel runs, where the hardware can."""
-    return {"launch_pdl": True} if runtime.capability(device) >= 90 else {}
 
 
 def _launch_split(
@@ -477,6 +413,7 @@ def _launch_split(
     slopes = inputs.alibi_slopes
     raw = raw_scores(problem)
     align = alignment(q, k, v)
+    overlap = runtime.overlap(q.device)
     _split_kernel[(batch * num_splits * num_tiles * problem.num_kv_heads,)](
         q,
         k,
@@ -517,37 +454,9 @@ def _launch_split(
         RAW_SCORES=raw,
         SPLIT=sums is not None,
         STAGES=tile.num_stages(table is not None),
-        OVERLAP=sums is not None and bool(_overlap(q.device)),
+        OVERLAP=bool(overlap),
         num_warps=tile.num_warps,
         # Logits are rounded before their maximum is taken off: fused, they would not cancel.
         enable_fp_fusion=raw,
-    )
-
-
-def _launch_combine(
-    problem: Problem, partial: Tensor, maxima: Tensor, sums: Tensor, out: Tensor, lse: Tensor
-) -> None:
-    num_rows, num_splits = lse.numel(), partial.shape[3]
-    # Few variants, so that no number of splits compiles its own.
-    block_s = 8 if num_splits <= 8 else 32 if num_splits <= 32 else MAX_NUM_SPLITS
-    block_r = 4 if block_s == 8 else 1
-    overlap = _overlap(out.device)
-    _combine_kernel[(cdiv(num_rows, block_r),)](
-        partial,
-        maxima,
-        sums,
-        out,
-        lse,
-        problem.softmax_scale * LOG2E.value if raw_scores(problem) else 1.0,
-        num_rows,
-        problem.num_q_heads,
-        out.shape[1],
-        num_splits,
-        HEAD_DIM=problem.head_dim,
-        BLOCK_D=padded_head_dim(problem.head_dim),
-        BLOCK_R=block_r,
-        BLOCK_S=block_s,
-        OVERLAP=bool(overlap),
-        num_warps=8 if block_s == MAX_NUM_SPLITS else 4,
         **overlap,
     )

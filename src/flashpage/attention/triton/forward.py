@@ -29,6 +29,7 @@ from flashpage.attention.triton.arguments import (
     switches,
     window,
 )
+from flashpage.attention.triton.combine import Parts, combine, empty_parts
 from flashpage.attention.triton.keys import load_keys
 from flashpage.attention.triton.score import LN2, LOG2E, keep_mask, key_range, logits2, visible
 
@@ -100,6 +101,7 @@ def _forward_tile(
     v,
     out_ptr,
     lse_ptr,
+    sum_ptr,
     row_lo,
     sequence,
     head,
@@ -125,6 +127,8 @@ def _forward_tile(
     window_left,
     window_right,
     entry,
+    split,
+    num_splits,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -137,11 +141,13 @@ def _forward_tile(
     HAS_ALIBI: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
     RAW: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
     """Query rows `row_lo ...` of one head of one sequence, which begins at rows first_q and
     first_k of batch entry `entry`.
 
     RAW: see `arguments.raw_scores`; the largest score is then the largest logit.
+    SPLIT: of the keys only part `split` of `num_splits`; what is written is for `combine`.
     """
     rows = row_lo + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
@@ -172,6 +178,12 @@ def _forward_tile(
         row_lo, tl.minimum(row_lo + BLOCK_M, len_q), len_q, len_k, window_left, window_right,
         BLOCK_N, HAS_LEFT, HAS_RIGHT,
     )  # fmt: skip
+    if SPLIT:
+        keys = tl.cdiv(tl.cdiv(tl.maximum(hi - lo, 0), BLOCK_N), num_splits) * BLOCK_N
+        lo += split * keys
+        hi = tl.minimum(hi, lo + keys)
+        full_lo = tl.minimum(tl.maximum(full_lo, lo), lo + keys)
+        full_hi = tl.minimum(tl.maximum(full_hi, lo), lo + keys)
     bounds = (lo, tl.minimum(full_lo, hi), full_lo, full_hi, full_hi, hi)
     # Keys on the window's left edge, keys that every row sees, keys on the right edge.
     for phase in tl.static_range(0 if HAS_LEFT else 1, 3):
@@ -213,18 +225,26 @@ def _forward_tile(
             )  # fmt: skip
             acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision="ieee")
             row_max = new_max
-    nothing_seen = row_sum == 0.0
-    row_sum = tl.where(nothing_seen, 1.0, row_sum)
-    lse = tl.where(nothing_seen, float("inf"), (row_max * scale2 + tl.log2(row_sum)) * LN2)
-    acc = acc * (1.0 / (row_sum * (1.0 - dropout_p)))[:, None]
-    out_rows = ((entry.to(tl.int64) * len_q + first_q + rows) * num_q_heads + head) * head_dim
-    tl.store(
-        out_ptr + out_rows[:, None] + d[None, :],
-        acc.to(out_ptr.dtype.element_ty),
-        mask=row_ok[:, None] & (d < head_dim)[None, :],
-    )
-    lse_row = (entry.to(tl.int64) * num_q_heads + head) * seqlen_q + first_q
-    tl.store(lse_ptr + lse_row + rows, lse, mask=row_ok)
+    out_rows = (entry.to(tl.int64) * len_q + first_q + rows) * num_q_heads + head
+    inside = row_ok[:, None] & (d < head_dim)[None, :]
+    if SPLIT:
+        acc = acc * (1.0 / (1.0 - dropout_p))
+        places = out_rows * num_splits + split
+        tl.store(out_ptr + (places * head_dim)[:, None] + d[None, :], acc, mask=inside)
+        tl.store(lse_ptr + places, row_max, mask=row_ok)
+        tl.store(sum_ptr + places, row_sum, mask=row_ok)
+    else:
+        nothing_seen = row_sum == 0.0
+        row_sum = tl.where(nothing_seen, 1.0, row_sum)
+        lse = tl.where(nothing_seen, float("inf"), (row_max * scale2 + tl.log2(row_sum)) * LN2)
+        acc = acc * (1.0 / (row_sum * (1.0 - dropout_p)))[:, None]
+        lse_row = (entry.to(tl.int64) * num_q_heads + head) * seqlen_q + first_q
+        tl.store(
+            out_ptr + (out_rows * head_dim)[:, None] + d[None, :],
+            acc.to(out_ptr.dtype.element_ty),
+            mask=inside,
+        )
+        tl.store(lse_ptr + lse_row + rows, lse, mask=row_ok)
 
 
 _NEVER_SPECIALISED = (
@@ -240,7 +260,24 @@ _NEVER_SPECIALISED = (
     "num_pages",
     "window_left",
     "window_right",
+    "num_splits",
 )
+
+
+@triton.jit
+def _packed_tile(number, cu_q_ptr, batch, seqlen_q, BLOCK_M: tl.constexpr, PACKED: tl.constexpr):
+    """`(tile, sequence)` of the tile `number` in the order of the sequences; the last sequence is
+    that of the rows after all. Past the last tile: a tile that lies behind its sequence's end."""
+    sequences = tl.arange(0, PACKED)
+    there = sequences < batch
+    begin = tl.load(cu_q_ptr + sequences, mask=there, other=0)
+    end = tl.load(cu_q_ptr + sequences + 1, mask=sequences < batch - 1, other=seqlen_q)
+    tiles = tl.where(there, tl.cdiv(tl.maximum(end - begin, 0), BLOCK_M), 0)
+    ends = tl.cumsum(tiles, 0)
+    before = ends <= number
+    sequence = tl.minimum(tl.sum((before & there).to(tl.int32), 0), batch - 1)
+    earlier = tl.where(sequences < sequence, tiles, 0)
+    return number - tl.sum(earlier, 0), sequence
 
 
 @triton.jit(do_not_specialize=_NEVER_SPECIALISED)
@@ -248,8 +285,9 @@ def forward_kernel(
     q,
     k,
     v,
-    out_ptr,
-    lse_ptr,
+    out_ptr,  # SPLIT: float32 [rows, num_splits, head_dim], not normalised; else the output
+    lse_ptr,  # SPLIT: float32 [rows, num_splits], the rows' maxima; else the LSE
+    sum_ptr,  # SPLIT: float32 [rows, num_splits], the rows' sums; else None
     cu_q_ptr,
     cu_k_ptr,
     table_ptr,
@@ -273,6 +311,7 @@ def forward_kernel(
     dropout_p,
     window_left,
     window_right,
+    num_splits,
     head_dim: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -287,20 +326,35 @@ def forward_kernel(
     HAS_ALIBI: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
     RAW: tl.constexpr,
+    PACKED: tl.constexpr,  # with VARLEN: sequences that are looked through at once; 0: see below
+    SPLIT: tl.constexpr,
 ):
-    """Grid: (tiles of rows) x (sequences x heads), in program_id(0) alone, which has no limit of
-    65,535. `group_heads` heads whose K and V fit into the L2 cache together run side by side, the
-    tiles with the most keys first.
+    """Grid: (parts of the keys) x (tiles of rows) x (sequences x heads), in program_id(0) alone,
+    which has no limit of 65,535. `group_heads` heads whose K and V fit into the L2 cache together
+    run side by side, the tiles with the most keys first.
+
+    PACKED: (as many tiles as all rows can make) x heads, for lengths that differ much. Every
+    program counts the tiles of the sequences to find its own.
     """
     program = tl.program_id(0)
-    per_group = num_tiles_m * group_heads
-    group = program // per_group
-    num_here = tl.minimum(group_heads, batch * num_q_heads - group * group_heads)
-    within = program % per_group
-    tile = num_tiles_m - 1 - within // num_here
-    sequence_head = group * group_heads + within % num_here
-    sequence = sequence_head // num_q_heads
-    head = sequence_head % num_q_heads
+    split = 0
+    if SPLIT:
+        split = program % num_splits
+        program = program // num_splits
+    if PACKED:
+        head = program % num_q_heads
+        # From the end, where causal tiles see the most keys.
+        number = num_tiles_m - 1 - program // num_q_heads
+        tile, sequence = _packed_tile(number, cu_q_ptr, batch, seqlen_q, BLOCK_M, PACKED)
+    else:
+        per_group = num_tiles_m * group_heads
+        group = program // per_group
+        num_here = tl.minimum(group_heads, batch * num_q_heads - group * group_heads)
+        within = program % per_group
+        tile = num_tiles_m - 1 - within // num_here
+        sequence_head = group * group_heads + within % num_here
+        sequence = sequence_head // num_q_heads
+        head = sequence_head % num_q_heads
     if VARLEN:
         # One sequence more than there are: the rows after the last, which see no key.
         is_tail = sequence == batch - 1
@@ -315,24 +369,28 @@ def forward_kernel(
             table_row += sequence.to(tl.int64) * stride_table
         entry = sequence * 0
         # max_seqlen_q only sizes the grid: a longer sequence takes more than one round.
-        for row_lo in tl.range(tile * BLOCK_M, len_q, num_tiles_m * BLOCK_M, disable_licm=True):
+        step = num_tiles_m * BLOCK_M
+        if PACKED:
+            step = tl.maximum(len_q, BLOCK_M)
+        for row_lo in tl.range(tile * BLOCK_M, len_q, step, disable_licm=True):
             _forward_tile(
-                q, k, v, out_ptr, lse_ptr, row_lo, sequence, head, first_q, len_q, first_k, len_k,
-                table_row, slopes_ptr, rng_state_ptr, num_pages, q_strides,
+                q, k, v, out_ptr, lse_ptr, sum_ptr, row_lo, sequence, head, first_q, len_q, first_k,
+                len_k, table_row, slopes_ptr, rng_state_ptr, num_pages, q_strides,
                 k_strides, v_strides, seqlen_q,
                 stride_slopes, num_q_heads, group_size, head_dim, softmax_scale, softcap,
-                dropout_p, window_left, window_right, entry, BLOCK_M, BLOCK_N, BLOCK_D, PAGE,
-                DESCRIPTOR, Q_DESCRIPTOR, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI,
-                HAS_DROPOUT, RAW,
+                dropout_p, window_left, window_right, entry, split, num_splits,
+                BLOCK_M, BLOCK_N, BLOCK_D, PAGE, DESCRIPTOR, Q_DESCRIPTOR, HAS_LEFT, HAS_RIGHT,
+                HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT, RAW, SPLIT,
             )  # fmt: skip
     else:
         _forward_tile(
-            q, k, v, out_ptr, lse_ptr, tile * BLOCK_M, sequence, head, 0, seqlen_q, 0, seqlen_k,
-            table_ptr, slopes_ptr, rng_state_ptr, num_pages, q_strides,
+            q, k, v, out_ptr, lse_ptr, sum_ptr, tile * BLOCK_M, sequence, head, 0, seqlen_q, 0,
+            seqlen_k, table_ptr, slopes_ptr, rng_state_ptr, num_pages, q_strides,
             k_strides, v_strides, seqlen_q,
             stride_slopes, num_q_heads, group_size, head_dim, softmax_scale, softcap, dropout_p,
-            window_left, window_right, sequence, BLOCK_M, BLOCK_N, BLOCK_D, PAGE, DESCRIPTOR,
-            Q_DESCRIPTOR, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT, RAW,
+            window_left, window_right, sequence, split, num_splits, BLOCK_M, BLOCK_N,
+            BLOCK_D, PAGE, DESCRIPTOR, Q_DESCRIPTOR, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI,
+            HAS_DROPOUT, RAW, SPLIT,
         )  # fmt: skip
 
 
@@ -446,6 +504,11 @@ def dropout_sign_kernel(
 
 L2_BYTES = 32 * 2**20
 """K and V of the heads that run side by side should stay in the second-level cache."""
+MAX_PACKED = 512
+"""sequences that a program looks through to find its own"""
+MIN_SPLIT_KEYS = 1024
+"""keys that are worth a part of their own, where rows are too few to occupy the GPU"""
+MAX_SPLITS = 16
 
 
 def forward(
@@ -484,15 +547,29 @@ def _launch(problem: Problem, x: AttentionInputs, out: Tensor, softmax_lse: Tens
         kv_bytes = max(1, 2 * x.max_seqlen_k * block_d * q.element_size())
         group_heads *= max(1, L2_BYTES // kv_bytes)
     raw = raw_scores(problem)
+    num_tiles = num_tiles_m * num_sequences
+    packed = 0
+    if varlen and num_sequences <= MAX_PACKED:
+        # Every sequence may end with a tile that is not full.
+        all_tiles = cdiv(q.shape[1], tiles.block_m) + num_sequences
+        if num_tiles > 2 * all_tiles:
+            num_tiles = num_tiles_m = all_tiles
+            packed = 64 if num_sequences <= 64 else MAX_PACKED
+    rows = cdiv(out.numel(), problem.head_dim)
+    num_splits = _num_splits(
+        cdiv(rows, tiles.block_m), num_keys, runtime.num_multiprocessors(q.device)
+    )
+    parts = Parts(out, softmax_lse, None)
+    if num_splits > 1:
+        parts = empty_parts(out, num_splits)
     limits = {}
     if tiles.max_registers and raw and problem.dropout_p == 0.0:
         limits["maxnreg"] = tiles.max_registers
-    forward_kernel[(num_tiles_m * num_sequences * problem.num_q_heads,)](
+    forward_kernel[(num_splits * num_tiles * problem.num_q_heads,)](
         runtime.descriptor(q, [1, tiles.block_m, 1, block_d]) if q_described else q,
         runtime.descriptor(k, kv_block) if described else k,
         runtime.descriptor(v, kv_block) if described else v,
-        out,
-        softmax_lse,
+        *parts,
         x.cu_seqlens_q,
         x.cu_seqlens_k,
         x.block_table,
@@ -515,6 +592,7 @@ def _launch(problem: Problem, x: AttentionInputs, out: Tensor, softmax_lse: Tens
         problem.softcap,
         problem.dropout_p,
         *window(problem),
+        num_splits,
         head_dim=problem.head_dim,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
@@ -524,11 +602,20 @@ def _launch(problem: Problem, x: AttentionInputs, out: Tensor, softmax_lse: Tens
         DESCRIPTOR=described,
         Q_DESCRIPTOR=q_described,
         RAW=raw,
+        PACKED=packed,
+        SPLIT=num_splits > 1,
         **switches(problem),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         **limits,
     )
+    if num_splits > 1:
+        combine(problem, parts, as_batch(out), softmax_lse)
+
+
+def _num_splits(num_tiles: int, num_keys: int, num_multiprocessors: int) -> int:
+    """Parts of the keys: so many that two tiles of rows for each multiprocessor are at work."""
+    return max(1, min(2 * num_multiprocessors // num_tiles, num_keys // MIN_SPLIT_KEYS, MAX_SPLITS))
 
 
 def _s_dmask(problem: Problem, x: AttentionInputs) -> Tensor:
