@@ -20,6 +20,7 @@ from flashpage.engine.request import mix_seed
 from flashpage.engine.runner import Runner
 from flashpage.engine.sampling_params import SamplingParams
 from flashpage.weights.load import load_model
+from graphs import Again
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -34,24 +35,6 @@ LLAMA = {
     "eos_token_id": 2,
 }
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16}
-
-
-class Again:
-    """Stands in for a CUDA graph; counts what it does."""
-
-    def __init__(self) -> None:
-        self.captured = self.replayed = 0
-
-    def __call__(self, body):
-        self.captured += 1
-        result = body().clone()
-
-        class Graph:
-            def replay(graph) -> None:
-                self.replayed += 1
-                result.copy_(body())
-
-        return Graph(), result
 
 
 def make_engine(config: dict, capture=None, **options) -> Engine:
