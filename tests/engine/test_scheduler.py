@@ -70,9 +70,9 @@ def test_no_prompt_takes_a_whole_step_while_another_decodes(attention_context, m
         assert chunks.pop(first) == 1
         both += len(chunks) == 2
         n = chunks[long]
-        assert n <= work
-        a = attention_context or 1e12
-        assert n == 1 or n * (1 + (done + n / 2) / a) <= work
+        assert n <= work + 1e-9
+        a = attention_context or 1e30
+        assert n == 1 or n * (1 + (done + n / 2) / a) <= work + 1e-9
         if done + n < 600:
             assert (n + 1) * (1 + (done + (n + 1) / 2) / a) > work
     # Each prompt has its share: together they may fill a step.
