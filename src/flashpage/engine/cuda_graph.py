@@ -43,8 +43,10 @@ class Shape(NamedTuple):
         return self.decodes + self.chunk_tokens
 
 
-CHUNKS = 64
-"""How many chunks a graph has room for, if not for one; a step with more runs without a graph."""
+FEW_CHUNKS = 64
+"""How many chunks a graph has room for up to ..."""
+FEW_TOKENS = 2048
+"""... so many tokens of theirs; beyond, for as many as sequences can run."""
 
 
 LONE_TOKENS = (64, 128, 256, 384, 512)
@@ -63,42 +65,46 @@ class Ladder:
         budget = config.max_num_batched_tokens
         self._tokens = [n for n in (64, *(256 << i for i in range(30))) if n < budget] + [budget]
         self._lone_tokens = [n for n in LONE_TOKENS if n < budget]
+        few = min(FEW_CHUNKS, most)
+        self._chunks = [few if n <= FEW_TOKENS and n < budget else most for n in self._tokens]
 
-    def fit(self, decodes: int, chunks: int, chunk_tokens: int) -> Shape | None:
-        """The smallest shape with room for these, if there is one."""
+    def fit(self, decodes: int, chunks: int, chunk_tokens: int) -> Shape:
+        """The smallest shape with room for these."""
         if chunks == 0:
             return Shape(self._alone[bisect_left(self._alone, decodes)], 0, 0)
-        if chunks > CHUNKS:
-            return None
-        is_lone = chunks == 1 and chunk_tokens <= max(self._lone_tokens, default=0)
-        tokens = self._lone_tokens if is_lone else self._tokens
-        return Shape(
-            self._mixed[bisect_left(self._mixed, decodes)],
-            1 if is_lone else CHUNKS,
-            tokens[bisect_left(tokens, chunk_tokens)],
-        )
+        decodes = self._mixed[bisect_left(self._mixed, decodes)]
+        if chunks == 1 and chunk_tokens <= max(self._lone_tokens, default=0):
+            return Shape(
+                decodes, 1, self._lone_tokens[bisect_left(self._lone_tokens, chunk_tokens)]
+            )
+        rung = max(bisect_left(self._tokens, chunk_tokens), bisect_left(self._chunks, chunks))
+        return Shape(decodes, self._chunks[rung], self._tokens[rung])
 
     def usual(self) -> list[Shape]:
         """Shapes that most runs need, the largest first."""
+        rungs = [
+            *reversed(list(zip(self._chunks, self._tokens, strict=True))),
+            *((1, tokens) for tokens in reversed(self._lone_tokens)),
+        ]
         mixed = [
             Shape(decodes, chunks, tokens)
-            for chunks, rungs in ((CHUNKS, self._tokens), (1, self._lone_tokens))
-            for tokens in reversed(rungs)
+            for chunks, tokens in rungs
             for decodes in reversed(self._mixed)
         ]
-        return mixed + [Shape(decodes, 0, 0) for decodes in reversed(self._alone)]
+        alone = [Shape(decodes, 0, 0) for decodes in reversed(self._alone)]
+        return list(dict.fromkeys(mixed + alone))
 
     @property
     def max_rows(self) -> int:
         """Rows of the largest shape."""
-        return max(self._alone[-1], self._mixed[-1] + CHUNKS)
+        return max(self._alone[-1], self._mixed[-1] + self._chunks[-1])
 
     @property
     def largest(self) -> list[Shape]:
         """Shapes that bound all others in what they are told."""
         return [
             Shape(self._alone[-1], 0, 0),
-            Shape(self._mixed[-1], CHUNKS, self._tokens[-1]),
+            Shape(self._mixed[-1], self._chunks[-1], self._tokens[-1]),
         ]
 
 

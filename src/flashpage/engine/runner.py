@@ -137,8 +137,7 @@ class Runner:
             decodes.sort(key=lambda chunk: chunk.start, reverse=True)
             others = [c for c in chunks if c.start == 0 or c.num_tokens > 1]
             shape = self._ladder.fit(len(decodes), len(others), sum(c.num_tokens for c in others))
-            if shape is not None:
-                return self._replay(self._graphs, shape, decodes, others)
+            return self._replay(self._graphs, shape, decodes, others)
         slices = {chunk: _slice(chunk) for chunk in chunks}
         chunks = sorted(chunks, key=lambda chunk: attention_order(slices[chunk]))
         hidden = self._forward(chunks, [slices[chunk] for chunk in chunks])
