@@ -60,11 +60,11 @@ def play(engine: Engine, asks: Sequence[Ask]) -> Played:
 
     outputs = {}
     before = engine.stats()
-    began = time.perf_counter()
-    for i, ask in enumerate(asks):
-        engine.add_request(f"ask-{i}", ask.prompt, ask.params(), reports_once=True)
-    steps = [time.perf_counter()]
     with old_objects_spared():  # as in LLM.generate
+        began = time.perf_counter()
+        for i, ask in enumerate(asks):
+            engine.add_request(f"ask-{i}", ask.prompt, ask.params(), reports_once=True)
+        steps = [time.perf_counter()]
         while engine.has_unfinished():
             for output in engine.step():
                 outputs[output.request_id] = output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from flashpage.cache.prefix import PrefixNode
 from flashpage.engine import scheduler as scheduler_module
 from flashpage.engine.config import EngineConfig
 from flashpage.engine.request import Request, Sequence
@@ -148,10 +149,66 @@ def test_remove_is_idempotent_and_knows_strangers():
 def test_equal_blocks_are_held_once():
     scheduler = make_scheduler(num_blocks=20)
     one, two = make_sequence(8), make_sequence(8)
-    scheduler.add([one, two])
-    assert step(scheduler) == [(one, 8), (two, 8)], "both computed, since neither was in the cache"
+    scheduler.add([one])
+    assert step(scheduler) == [(one, 8)]
+    scheduler.add([two])
+    assert step(scheduler) == [(one, 1), (two, 4)], "the last token, with its block, is computed"
     assert one.block_ids[:2] == two.block_ids[:2]
-    assert scheduler.pool.num_used == 2
+    assert scheduler.pool.num_used == 3
+
+
+def test_who_begins_like_one_under_way_waits_for_its_blocks():
+    scheduler = make_scheduler(num_blocks=40, max_num_seqs=8, overlap=True)
+    one, two = make_sequence(15), make_sequence(15)
+    other, late = make_sequence(5, 100), make_sequence(15)
+    late.token_ids[0] = 77
+    scheduler.add([one, two, other, late])
+    # As with overlap: the second step is scheduled before the first one's blocks can be hit.
+    first = scheduler.schedule()
+    assert [(c.sequence, c.num_tokens) for c in first] == [(one, 15)]
+    scheduler.launched(first[0])
+    one.num_pending = 1
+    second = scheduler.schedule()
+    assert [(c.sequence, c.num_tokens) for c in second] == [(one, 1)]
+    scheduler.commit(first[0])
+    scheduler.launched(second[0])
+    one.token_ids.append(1)
+    third = scheduler.schedule()
+    assert [(c.sequence, c.num_tokens) for c in third] == [
+        (one, 1),
+        (two, 3),
+        (other, 5),
+        (late, 7),
+    ]
+    assert two.num_hit_blocks == 3
+    scheduler.check()
+
+
+def test_nobody_waits_for_what_will_not_come():
+    """Not for one that left, for one whose blocks can not be cached, nor without a cache."""
+    scheduler = make_scheduler(num_blocks=40)
+    one, two = make_sequence(15), make_sequence(15)
+    scheduler.add([one, two])
+    scheduler.schedule()
+    scheduler.remove(one)
+    assert [c.sequence for c in scheduler.schedule()] == [two]
+    scheduler.remove(two)
+
+    one, two = make_sequence(15), make_sequence(15)
+    scheduler.add([one])
+    (chunk,) = scheduler.schedule()
+    scheduler.launched(chunk)
+    one.cache_chain = [PrefixNode(None, (), 39)]  # stands for a past that was forgotten
+    scheduler.commit(chunk)
+    assert len(one.cache_chain) == 1
+    one.cache_chain = []
+    scheduler.add([two])
+    assert two in [c.sequence for c in scheduler.schedule()]
+
+    scheduler = make_scheduler(num_blocks=40, enable_prefix_caching=False)
+    one, two = make_sequence(7), make_sequence(7)
+    scheduler.add([one, two])
+    assert [c.sequence for c in scheduler.schedule()] == [one, two]
 
 
 def test_removing_what_is_poisoned_spares_the_hit_part():

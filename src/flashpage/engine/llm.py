@@ -261,13 +261,13 @@ class LLM:
             finished[output.request_id] = output
 
         added: list[str] = []
+        tokens_before = self.engine.stats().tokens_generated
         try:
-            for request_id, job in zip(ids, jobs, strict=True):
-                with deferred_interrupt():
-                    self._add(request_id, job, receive, reports_once=True)
-                    added.append(request_id)
-            tokens_before = self.engine.stats().tokens_generated
             with old_objects_spared(), Progress(len(ids), progress) as bar:
+                for request_id, job in zip(ids, jobs, strict=True):
+                    with deferred_interrupt():
+                        self._add(request_id, job, receive, reports_once=True)
+                        added.append(request_id)
                 while len(finished) < len(ids):
                     self._step()
                     num_tokens = self.engine.stats().tokens_generated - tokens_before

@@ -46,6 +46,7 @@ class Sequence:
 
     is_running: bool = False  # in the scheduler's list, which is too long to search per token
     num_computed_tokens: int = 0  # those of a step that is still running count as computed
+    num_committed_tokens: int = 0  # up to there the prefix cache was told of full blocks
     num_pending: int = 0  # tokens chosen by steps that have not been waited for
     pending_row: int = -1  # where the last of these steps leaves its token
     generation: int = 0  # how often its pages were given back

@@ -5,6 +5,7 @@ cache, and each step hands out a budget of tokens: first one to each sequence th
 (a decode), then chunks to running sequences that lack more, then to new ones while pages last.
 A sequence that is admitted gets the pages of all its known tokens, so only decodes ask for more;
 when there is none, the youngest running sequence gives its pages back and is computed again later.
+Who begins like a sequence that is being computed waits until what they share can be hit.
 
 A step takes as long as its chunks make it, and its decodes wait for it: a long prompt is not to
 stop them. So while any sequence decodes, no prompt takes more than `CHUNK_WORK` of a step, of which
@@ -19,7 +20,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from flashpage.cache.block_pool import BlockPool
-from flashpage.cache.prefix import PrefixCache
+from flashpage.cache.prefix import PrefixCache, PrefixNode
 from flashpage.engine.config import EngineConfig
 from flashpage.engine.request import Sequence
 
@@ -111,6 +112,7 @@ class Scheduler:
         sequence = chunk.sequence
         if self.prefix_cache is None or chunk.generation != sequence.generation:
             return
+        sequence.num_committed_tokens = chunk.end
         block_size = self.config.block_size
         chain = sequence.cache_chain
         for i in range(len(chain), chunk.end // block_size):
@@ -185,6 +187,8 @@ class Scheduler:
             if self.prefix_cache is not None
             else []
         )
+        if self._is_under_way(sequence, hits):
+            return None
         hit_blocks = [node.block_id for node in hits]
         num_new = self.config.num_pages(sequence.num_tokens) - len(hits)
         num_left = self.pool.num_available - self.pool.count_unheld(hit_blocks) - num_new
@@ -206,6 +210,24 @@ class Scheduler:
         if sequence.request.num_cached_tokens is None:
             sequence.request.num_cached_tokens = sequence.num_computed_tokens
         return sequence
+
+    def _is_under_way(self, sequence: Sequence, hits: list[PrefixNode]) -> bool:
+        """Whether a running sequence is just computing the next block that this one lacks.
+
+        To wait for it takes a step or two, to compute it again may take all of a long prompt.
+        """
+        start = len(hits) * self._block_size
+        end = start + self._block_size
+        if self.prefix_cache is None or end > sequence.num_skippable_tokens:
+            return False
+        wanted = sequence.token_ids[start:end]
+        return any(
+            len(other.cache_chain) == len(hits)
+            and other.num_committed_tokens < end
+            and (not hits or other.cache_chain[-1] is hits[-1])
+            and other.token_ids[start:end] == wanted
+            for other in self.running
+        )
 
     def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
         """Get the pages for a running sequence's next tokens, from the youngest if need be.
@@ -242,6 +264,7 @@ class Scheduler:
         sequence.cache_chain = []
         sequence.num_hit_blocks = 0
         sequence.num_computed_tokens = 0
+        sequence.num_committed_tokens = 0
         sequence.generation += 1
 
 

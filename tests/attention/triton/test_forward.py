@@ -204,7 +204,7 @@ SPLIT_OPTIONS = {
     "window": {"window_size": (110, 3)},
     "softcap": {"softcap": 2.0, "causal": True},
     "alibi": {"alibi_slopes": torch.tensor([0.1, 0.3, 0.0, 1.0])},
-    "huge": {"softmax_scale": 1e9, "causal": True},
+    "large": {"softmax_scale": 1e6, "causal": True},
 }
 
 
