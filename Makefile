@@ -71,6 +71,8 @@ bench: $(VENV)/installed
 	$(RUN) benchmarks/attention.py
 	$(RUN) benchmarks/backward.py
 	$(RUN) benchmarks/paged.py
+	@echo "-- products of a few rows against cuBLAS (GPU only)"
+	$(RUN) benchmarks/linear.py
 	@echo "-- the engine against transformers"
 	$(RUN) benchmarks/engine.py
 

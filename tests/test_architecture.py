@@ -23,9 +23,10 @@ RANK = {
     "weights": 5,
     "engine": 6,
     "bench": 7,
-    "workloads": 7,
-    "cli": 8,
-    "__main__": 9,
+    "play": 7,
+    "workloads": 8,
+    "cli": 9,
+    "__main__": 10,
 }
 
 

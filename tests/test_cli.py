@@ -255,6 +255,20 @@ class TestBench:
         assert min(rates) > 0
         assert "prompt_len: 20" in result.stdout
 
+    def test_log_stats(self, invoke: Any) -> None:
+        """Lines on stderr from every command that runs the engine; stdout stays as it is."""
+        tokens = ("--max-tokens", "4")
+        sizes = ("--batch", "2", "--prompt-len", "20", "--new-tokens", "4")
+        for command in (("generate", "Hi", *tokens), ("chat", *tokens), ("bench", *sizes)):
+            result = invoke(*command, "--log-stats", "1e-9", input="Hi\n")
+            assert result.exit_code == 0, result.output
+            pattern = r"flashpage: \d+ running, \d+ waiting, \d+ of \d+ pages, prefix hits "
+            assert len(re.findall(pattern, result.stderr)) >= 4, command
+            assert "waiting" not in result.stdout
+            result = invoke(*command, "--log-stats", "0", input="Hi\n")
+            assert result.exit_code == 2
+            assert "log_stats = 0.0 must be seconds above 0" in result.stderr
+
 
 class TestBackends:
     def test_prints_the_report(self) -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from flashpage import cli, workloads
+from flashpage.engine.engine import Engine
+from flashpage.engine.llm import LLM
+from flashpage.engine.runner import Runner
 from flashpage.errors import ArgumentError
+from flashpage.layers import fused
 from flashpage.workloads import Options
 
 CONFIG = {
@@ -67,12 +72,30 @@ def test_mixed_with_and_without_overlap(options):
     assert row["steps"] == first.stats["steps"]
 
 
-def test_pressure_gives_the_same_tokens(options):
+def test_pressure_gives_the_same_tokens(options, monkeypatch):
+    launched: list[int] = []
+    make_llm = Options.make_llm
+    launch = Runner.launch
+
+    def counting(self, chunks):
+        launched[-1] += sum(chunk.num_tokens for chunk in chunks)
+        return launch(self, chunks)
+
+    monkeypatch.setattr(
+        Options, "make_llm", lambda self, **a: launched.append(0) or make_llm(self, **a)
+    )
+    monkeypatch.setattr(Runner, "launch", counting)
     (row,) = workloads.pressure(options)
-    assert row["finished"] == 13
+    assert row["requests"] == row["finished"] == 13
     assert row["preemptions"] > 0
-    assert row["recomputed_tokens"] >= row["preemptions"]
-    assert row["equal_tokens"] == 1.0
+    assert row["equal_tokens"] == row["equal_requests"] == 1.0
+    # Every token but each request's last is computed once; all else was computed again.
+    asks = workloads.mixed_asks(options)
+    once = sum(len(ask.prompt) + ask.new_tokens - 1 for ask in asks)
+    warm_up = 4 * (8 + 4 - 1)
+    roomy, tight = launched
+    assert roomy == warm_up + once
+    assert row["recomputed_tokens"] == tight - roomy > row["preemptions"]
 
 
 def test_a_shared_prefix_is_hit(options):
@@ -94,27 +117,100 @@ def test_decodes_go_on_beside_a_long_prompt(options):
 def test_sweep_and_single(options):
     rows = workloads.sweep(options)
     assert [row["case"] for row in rows] == ["batch 1", "batch 2", "batch 6", "batch 13"]
-    assert all(0 < row["share_of_floor"] < 1.5 for row in rows)
+    weights = 10100 * 32 + 32 + 32 * 128 + 64 * 32 + 3 * 32 * 48 + 2 * 32 + 2 * 16
+    for row, size in zip(rows, (1, 2, 6, 13), strict=True):
+        assert row["tokens_per_s"] == pytest.approx(1e3 * size / row["step_ms"])
+        assert 102 + 5 <= row["context"] <= 102 + 13 + 8
+        keys_and_values = size * row["context"] * 2 * 2 * 16
+        floor = 4 * (weights + keys_and_values) / (1e9 * row["read_gb_per_s"])
+        assert row["share_of_floor"] == pytest.approx(floor / (row["step_ms"] / 1e3))
+        assert row["share_of_floor"] < 1.5
     decode, first = workloads.single(options)
     assert decode["tokens_per_s"] > 0
     assert first["ms"] > 0
 
 
+def test_a_batch_that_does_not_fit_is_told_and_not_measured(options):
+    rows = workloads.sweep(
+        Options(**(vars(options) | {"engine": {"block_size": 4, "num_blocks": 200}}))
+    )
+    assert [row["case"] for row in rows if "step_ms" in row] == ["batch 1", "batch 2", "batch 6"]
+    assert rows[-1] == {"case": "batch 13", "not_measured": "needs 416 pages, the cache has 200"}
+
+
 def test_ablation_switches_one_thing_off_at_a_time(options, monkeypatch):
     seen = []
     make_llm = Options.make_llm
-    monkeypatch.setattr(
-        Options, "make_llm", lambda self, **a: seen.append(a) or make_llm(self, **a)
-    )
+    launch = Runner.launch
+    kernels: list[set[bool]] = []
+
+    def spied(self, **arguments):
+        seen.append({k: v for k, v in arguments.items() if k != "max_model_len"})
+        kernels.append(set())
+        return make_llm(self, **arguments)
+
+    def launching(self, chunks):
+        kernels[-1].add(fused.kernels_enabled())
+        return launch(self, chunks)
+
+    monkeypatch.setattr(Options, "make_llm", spied)
+    monkeypatch.setattr(Runner, "launch", launching)
     rows = workloads.ablation(options)
-    switches = [{k: v for k, v in a.items() if k != "max_model_len"} for a in seen]
-    assert switches == [
+    assert seen == [
         {},
         {"enforce_eager": True},
         {"overlap": False},
         {"enable_prefix_caching": False},
+        {},
     ]
-    assert len(rows) == 4
+    assert kernels == [{True}] * 4 + [{False}]
+    assert fused.kernels_enabled()
+    assert [row["of_all_on"] for row in rows] == pytest.approx(
+        [row["tokens_per_s"] / rows[0]["tokens_per_s"] for row in rows]
+    )
+
+
+def test_start_times_processes_that_generate_a_token(options, monkeypatch, capsys):
+    """The processes' programs, run here: each makes its engine and says when the token is there."""
+    warmed = []
+    engines = []
+    times = iter(range(1, 13))
+    warm_up, generate = Engine.warm_up, LLM.generate
+
+    def run_here(source: str) -> float:
+        exec(source, {})
+        assert capsys.readouterr().out.splitlines() == [workloads._FIRST_TOKEN]
+        return float(next(times))
+
+    def generating(self, *arguments, **named):
+        engines.append(self.engine.config)
+        return generate(self, *arguments, **named)
+
+    monkeypatch.setattr(workloads, "_seconds_to_first_token", run_here)
+    monkeypatch.setattr(Engine, "warm_up", lambda self: warmed.append(self) or warm_up(self))
+    monkeypatch.setattr(LLM, "generate", generating)
+    rows = workloads.start(Options(**(vars(options) | {"rounds": 3})))
+    assert rows == [
+        {"case": "graphs when needed", "first_s": 1.0, "later_s": 2.5},
+        {"case": "graphs before", "first_s": 4.0, "later_s": 5.5},
+        {"case": "enforce_eager", "first_s": 7.0, "later_s": 8.5},
+    ]
+    assert [config.enforce_eager for config in engines] == [False] * 6 + [True] * 3
+    assert {config.block_size for config in engines} == {4}
+    assert len(warmed) == 3
+    (first, *_) = workloads.start(options)
+    assert first["later_s"] is None
+
+
+def test_a_process_is_timed_until_its_first_token_and_not_until_its_end():
+    source = f"import time; print({workloads._FIRST_TOKEN!r}, flush=True); time.sleep(2)"
+    began = time.perf_counter()
+    seconds = workloads._seconds_to_first_token(source)
+    assert time.perf_counter() - began - seconds > 1
+    assert seconds > 0
+    for source, word in (("print('else')", ""), ("raise SystemExit('no model')", "no model")):
+        with pytest.raises(ArgumentError, match=f"a process with this model fails: {word}"):
+            workloads._seconds_to_first_token(source)
 
 
 def test_a_small_vocabulary_is_refused(options):

@@ -84,6 +84,10 @@ MinP = Annotated[float, typer.Option(help="Drop tokens less likely than this tim
 RepetitionPenalty = Annotated[float, typer.Option(help="Above 1 avoids tokens already seen.")]
 Seed = Annotated[int, typer.Option(help="The same seed gives the same text.")]
 Stop = Annotated[list[str] | None, typer.Option(help="Text to stop at; may be repeated.")]
+LogStats = Annotated[
+    float | None,
+    typer.Option(help="A line about the engine on stderr, every so many seconds of work."),
+]
 
 
 def main() -> None:
@@ -127,6 +131,7 @@ def generate(
     dtype: DType = "auto",
     device: Device = None,
     load_format: LoadFormat = "auto",
+    log_stats: LogStats = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the prompt as it is, without chat template.")
     ] = False,
@@ -143,7 +148,7 @@ def generate(
         stop=stop or [],
     )
     text = _from_stdin(lambda: sys.stdin.read()) if prompt == "-" else prompt
-    llm = _load(model, dtype, device, load_format, seed)
+    llm = _load(model, dtype, device, load_format, seed, log_stats)
     is_chat = not raw and llm.tokenizer is not None and llm.tokenizer.has_chat_template
     question = [{"role": "user", "content": text}] if is_chat else text
     output = None
@@ -170,6 +175,7 @@ def chat(
     dtype: DType = "auto",
     device: Device = None,
     load_format: LoadFormat = "auto",
+    log_stats: LogStats = None,
 ) -> None:
     """Talk with the model, turn by turn; /clear forgets, /exit ends, Ctrl-C stops a reply."""
     params = _sampling_params(
@@ -182,7 +188,7 @@ def chat(
         seed=seed,
         stop=stop or [],
     )
-    llm = _load(model, dtype, device, load_format, seed)
+    llm = _load(model, dtype, device, load_format, seed, log_stats)
     if llm.tokenizer is None or not llm.tokenizer.has_chat_template:
         raise RequestError(
             f"{llm.name} has no chat template: flashpage generate --raw continues a text with it"
@@ -240,6 +246,7 @@ def bench(
     seed: Seed = 0,
     dtype: DType = "auto",
     load_format: LoadFormat = "auto",
+    log_stats: LogStats = None,
 ) -> None:
     """Measure the engine: prints the set-up, a table, and one JSON line last."""
     from flashpage import bench as measuring
@@ -255,6 +262,8 @@ def bench(
         engine["max_num_batched_tokens"] = max_num_batched_tokens
     if block_size is not None:
         engine["block_size"] = block_size
+    if log_stats is not None:
+        engine["log_stats"] = log_stats
     common = {"model": model, "seed": seed, "dtype": dtype, "load_format": load_format}
     if workload == "batch":
         setup = measuring.BenchSetup(
@@ -431,12 +440,24 @@ def _sampling_params(**fields: Any) -> SamplingParams:
     return SamplingParams(**fields)
 
 
-def _load(model: str | None, dtype: str, device: str | None, load_format: str, seed: int) -> LLM:
+def _load(
+    model: str | None,
+    dtype: str,
+    device: str | None,
+    load_format: str,
+    seed: int,
+    log_stats: float | None,
+) -> LLM:
     from flashpage.engine.llm import LLM
 
-    # One conversation at a time: a cache for one sequence is enough.
     return LLM(
-        model, dtype=dtype, device=device, load_format=load_format, seed=seed, max_num_seqs=1
+        model,
+        dtype=dtype,
+        device=device,
+        load_format=load_format,
+        seed=seed,
+        log_stats=log_stats,
+        max_num_seqs=1,  # one conversation at a time: a cache for one sequence is enough
     )
 
 

@@ -11,16 +11,18 @@ import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from flashpage.errors import ArgumentError
+from flashpage.play import Ask, Played, play, play_decodes
 
 if TYPE_CHECKING:
-    from flashpage.engine.engine import Engine
     from flashpage.engine.llm import LLM
 
 Row = dict[str, Any]
@@ -62,75 +64,6 @@ class Options:
             seed=self.seed,
             **(arguments | self.engine),
         )
-
-
-@dataclass(frozen=True)
-class Ask:
-    """A request of random tokens, that no end token stops."""
-
-    prompt: list[int]
-    new_tokens: int
-    temperature: float = 0.6
-
-
-@dataclass(frozen=True)
-class Played:
-    """What happened to a list of requests that came at the same time.
-
-    Attributes:
-        seconds: from before the first was added to the last token.
-        first_token: seconds until each one's first token.
-        tokens: what each one generated.
-        step_seconds: between the returns of consecutive steps.
-        stats: what the engine's counters gained.
-    """
-
-    seconds: float
-    first_token: list[float]
-    tokens: list[list[int]]
-    step_seconds: list[float]
-    stats: dict[str, float]
-
-    @property
-    def rate(self) -> float:
-        return sum(map(len, self.tokens)) / self.seconds
-
-
-def play(engine: Engine, asks: Sequence[Ask]) -> Played:
-    """Add all, and step until all have ended."""
-    from flashpage.engine.sampling_params import SamplingParams
-
-    outputs = {}
-    before = engine.stats()
-    began = time.perf_counter()
-    for i, ask in enumerate(asks):
-        params = SamplingParams(
-            max_tokens=ask.new_tokens, temperature=ask.temperature, ignore_eos=True
-        )
-        engine.add_request(f"ask-{i}", ask.prompt, params, reports_once=True)
-    steps = [time.perf_counter()]
-    while engine.has_unfinished():
-        for output in engine.step():
-            outputs[output.request_id] = output
-        steps.append(time.perf_counter())
-    after = engine.stats()
-    ordered = [outputs[f"ask-{i}"] for i in range(len(asks))]
-    for output in ordered:
-        if output.outputs[0].error is not None:
-            raise ArgumentError(f"the model can not be measured: {output.outputs[0].error}")
-    return Played(
-        seconds=steps[-1] - began,
-        first_token=[o.metrics.first_token_time - began for o in ordered],
-        tokens=[o.outputs[0].token_ids for o in ordered],
-        step_seconds=[b - a for a, b in pairwise(steps)],
-        stats={
-            name: getattr(after, name) - getattr(before, name)
-            for name in (
-                "preemptions", "preempted_tokens", "prefix_hit_tokens", "steps",
-                "host_seconds", "wait_seconds",
-            )
-        },
-    )  # fmt: skip
 
 
 def mixed_asks(options: Options, temperature: float = 0.6) -> list[Ask]:
@@ -228,19 +161,33 @@ def single(options: Options) -> list[Row]:
     ]
 
 
+_FIRST_TOKEN = "the first token is here"
+
 _START = """
 from flashpage import LLM, SamplingParams
 
 llm = LLM({model!r}, **{arguments!r})
+if {warm_up}:
+    llm.engine.warm_up()
 params = SamplingParams(max_tokens=1, ignore_eos=True)
-llm.generate([[1, 2, 3]], params, progress=False)
+assert llm.generate([[1, 2, 3]], params, progress=False)[0].token_ids
+print({first_token!r}, flush=True)
 """
 
 
 def start(options: Options) -> list[Row]:
-    """W3: from the start of a process to its first token, with graphs and without."""
+    """W3: from the start of a process to its first token: with graphs captured when needed, with
+    those of `Engine.warm_up` captured before, and without graphs.
+
+    A process finds compiled kernels on the disk if one before it, of an earlier row too, left
+    them there: only the first figure of all can hold compiling.
+    """
     rows = []
-    for case, engine in (("graphs", {}), ("enforce_eager", {"enforce_eager": True})):
+    for case, engine, warm_up in (
+        ("graphs when needed", {}, False),
+        ("graphs before", {}, True),
+        ("enforce_eager", {"enforce_eager": True}, False),
+    ):
         seconds = []
         for _ in range(options.rounds):
             options.progress(f"starting a process, {case}")
@@ -251,65 +198,108 @@ def start(options: Options) -> list[Row]:
                 **options.engine,
                 **engine,
             }
-            source = _START.format(model=options.model, arguments=arguments)
-            began = time.perf_counter()
-            run = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
-            if run.returncode != 0:
-                raise ArgumentError(f"a process with this model fails: {run.stderr[-500:]}")
-            seconds.append(time.perf_counter() - began)
-        # The first one may also compile kernels, the others find them on the disk.
-        rows.append({"case": case, "first_s": seconds[0], "later_s": min(seconds)})
+            source = _START.format(
+                model=options.model, arguments=arguments, warm_up=warm_up, first_token=_FIRST_TOKEN
+            )
+            seconds.append(_seconds_to_first_token(source))
+        later = _median(seconds[1:]) if seconds[1:] else None
+        rows.append({"case": case, "first_s": seconds[0], "later_s": later})
     return rows
 
 
+def _seconds_to_first_token(source: str) -> float:
+    """From before a Python process with this source is started to its word about the token."""
+    with tempfile.TemporaryFile("w+") as errors:
+        began = time.perf_counter()
+        command = [sys.executable, "-c", source]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
+            assert process.stdout is not None
+            seconds = None
+            for line in process.stdout:
+                if line.strip() == _FIRST_TOKEN:
+                    seconds = time.perf_counter() - began
+        if process.returncode != 0 or seconds is None:
+            errors.seek(0)
+            raise ArgumentError(f"a process with this model fails: {errors.read()[-500:]}")
+    return seconds
+
+
 def sweep(options: Options) -> list[Row]:
-    """W4: steps of decodes after prompts of 2048 tokens, at several batch sizes."""
-    prompt, new = options.sized(2048), options.sized(256)
-    sizes = [options.sized(b) for b in (1, 8, 32, 128, 256)]
-    llm, _ = _ready(options, max_model_len=prompt + new, max_num_seqs=max(sizes))
-    bandwidth = _bandwidth(llm)
-    rows = []
-    for size in dict.fromkeys(sizes):
+    """W4: steps in which all requests of a batch decode, after prompts of 2048 tokens.
+
+    The floor of a step is the time in which this device reads the weights once, and the keys and
+    values of the contexts that the step had, at the rate of a plain sum (reads, no writes).
+    """
+    prompt, new = options.sized(2048), max(4, options.sized(256))
+    sizes = list(dict.fromkeys(options.sized(b) for b in (1, 8, 32, 128, 256)))
+    # While the last prompts are computed, the first requests go on.
+    room = [new + _prefill_steps(options, size, max(sizes), prompt) for size in sizes]
+    llm, _ = _ready(options, max_model_len=prompt + max(room), max_num_seqs=max(sizes))
+    config = llm.engine.config
+    bandwidth = _read_bandwidth(llm)
+    rows: list[Row] = []
+    for size, more in zip(sizes, room, strict=True):
+        needed = size * config.num_pages(prompt + more)
+        if needed > config.num_blocks:
+            why = f"needs {needed} pages, the cache has {config.num_blocks}"
+            rows.append({"case": f"batch {size}", "not_measured": why})
+            continue
         _forget(llm)
-        played = play(llm.engine, random_asks(options, size, prompt, new))
-        # After the last prompt: the steps in which all decode.
-        decoding = played.step_seconds[-(new - 1) :][1:-1]
-        step = _median(decoding)
-        floor = _bytes_per_step(llm, size, prompt + new // 2) / bandwidth
+        played = play_decodes(llm.engine, random_asks(options, size, prompt, more), new)
+        step = _median(played.step_seconds)
+        floor = _bytes_per_step(llm, size, played.context) / bandwidth
         rows.append(
             {
                 "case": f"batch {size}",
                 "step_ms": 1e3 * step,
                 "tokens_per_s": size / step,
+                "context": played.context,
                 "share_of_floor": floor / step,
+                "read_gb_per_s": bandwidth / 1e9,
             }
         )
         options.progress(f"batch {size}: {size / step:.0f} tokens/s")
     return rows
 
 
-def _bytes_per_step(llm: LLM, batch: int, context: int) -> int:
-    """Weights (the embedding's rows aside) and the keys and values of all sequences, read once."""
-    from flashpage.cache.kv_cache import KVCache
-
-    config = llm.model_config
-    model = llm.engine.model
-    weights = {id(p): p.numel() * p.element_size() for p in model.parameters()}
-    if not config.tie_word_embeddings:
-        weights.pop(id(model.embed_tokens.weight), None)
-    kv = KVCache.bytes_per_block(
-        config.num_layers, 1, config.num_kv_heads, config.head_dim, llm.engine.config.dtype
-    )
-    return sum(weights.values()) + batch * context * kv
-
-
-def _bandwidth(llm: LLM) -> float:
-    """Bytes per second that this device reads and writes in a copy."""
+def _prefill_steps(options: Options, batch: int, max_num_seqs: int, prompt: int) -> int:
+    """Steps at most until all of a batch have their first token: decodes go first in each."""
     import torch
 
-    from flashpage.explain.hardware import copy_bandwidth
+    from flashpage.engine.llm import CPU_DEFAULTS, GPU_DEFAULTS
 
-    return copy_bandwidth(torch.device(llm.engine.config.device), 0.5)
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    defaults = CPU_DEFAULTS if device == "cpu" else GPU_DEFAULTS
+    budget = options.engine.get("max_num_batched_tokens", defaults.max_num_batched_tokens)
+    return -(-batch * prompt // max(1, budget - max_num_seqs)) + 8
+
+
+def _bytes_per_step(llm: LLM, batch: int, context: float) -> float:
+    """Weights (the embedding's rows aside) and the keys and values of all sequences, read once."""
+    from flashpage.cache.kv_cache import KVCache
+    from flashpage.layers.embedding import Embedding
+    from flashpage.layers.linear import Linear
+
+    config = llm.model_config
+    weights = 0
+    for module in llm.engine.model.modules():
+        if isinstance(module, Linear):  # whose weight may be packed, and no parameter
+            weights += module.in_features * module.out_features
+            weights += 0 if module.bias is None else module.bias.numel()
+        elif not isinstance(module, Embedding):
+            weights += sum(p.numel() for p in module.parameters(recurse=False))
+    dtype = llm.engine.config.dtype
+    kv = KVCache.bytes_per_block(config.num_layers, 1, config.num_kv_heads, config.head_dim, dtype)
+    return weights * dtype.itemsize + batch * context * kv
+
+
+def _read_bandwidth(llm: LLM) -> float:
+    """Bytes per second that this device reads."""
+    import torch
+
+    from flashpage.explain.hardware import read_bandwidth
+
+    return read_bandwidth(torch.device(llm.engine.config.device), 0.5)
 
 
 def prefix(options: Options) -> list[Row]:
@@ -342,8 +332,6 @@ def prefix(options: Options) -> list[Row]:
 
 def interference(options: Options) -> list[Row]:
     """W6: the gaps between the tokens of 32 decodes when a prompt of 16,384 tokens arrives."""
-    from flashpage.engine.sampling_params import SamplingParams
-
     long, prompt, new = options.sized(16384), options.sized(256), options.sized(512)
     count = options.sized(32)
     llm, _ = _ready(options, max_model_len=long + new)
@@ -353,19 +341,21 @@ def interference(options: Options) -> list[Row]:
         _forget(llm)
         times: list[float] = []
         decodes = random_asks(options, count, prompt, new)
+        late = random_asks(options, 1, long, 1)[0]
+        began = ended = 0.0
         for i, ask in enumerate(decodes):
-            params = SamplingParams(max_tokens=new, temperature=0.6, ignore_eos=True)
-            engine.add_request(f"decode-{i}", ask.prompt, params)
+            engine.add_request(f"decode-{i}", ask.prompt, ask.params())
         arrived = None
         while engine.has_unfinished():
             names = {output.request_id for output in engine.step()}
             if "decode-0" in names:
                 times.append(time.perf_counter())
+            if "late" in names:
+                ended = time.perf_counter()
             if len(times) == new // 4 and arrived is None:
                 arrived = len(times)
-                late = random_asks(options, 1, long, 1)[0]
-                params = SamplingParams(max_tokens=1, ignore_eos=True)
-                engine.add_request("late", late.prompt, params)
+                began = time.perf_counter()
+                engine.add_request("late", late.prompt, late.params())
         gaps = [b - a for a, b in pairwise(times)]
         assert arrived is not None
         calm = _median(gaps[2 : arrived - 1])
@@ -374,6 +364,7 @@ def interference(options: Options) -> list[Row]:
                 "median_gap_ms": 1e3 * calm,
                 "largest_gap_ms": 1e3 * max(gaps[arrived - 1 :]),
                 "largest_over_median": max(gaps[arrived - 1 :]) / calm,
+                "late_first_token_ms": 1e3 * (ended - began),
             }
         )
     middle = sorted(rows, key=lambda r: r["largest_over_median"])[len(rows) // 2]
@@ -393,37 +384,44 @@ def pressure(options: Options) -> list[Row]:
     llm, _ = _ready(options, max_model_len=longest, num_blocks=pages)
     tight = play(llm.engine, asks)
     llm.engine.check()
-    equal = sum(
-        a == b
-        for x, y in zip(roomy.tokens, tight.tokens, strict=True)
-        for a, b in zip(x, y, strict=True)
-    )
+    pairs = list(zip(roomy.tokens, tight.tokens, strict=True))
+    equal = sum(a == b for x, y in pairs for a, b in zip(x, y, strict=True))
     return [
         {
             "case": f"{pages} of {wanted} pages",
-            "finished": len(tight.tokens),
+            "requests": len(asks),
+            "finished": sum(
+                len(x) == ask.new_tokens for x, ask in zip(tight.tokens, asks, strict=True)
+            ),
             "tokens_per_s": tight.rate,
             "with_all_pages_tokens_per_s": roomy.rate,
             "preemptions": tight.stats["preemptions"],
-            "recomputed_tokens": tight.stats["preempted_tokens"],
+            "recomputed_tokens": tight.stats["tokens_computed"] - roomy.stats["tokens_computed"],
             "equal_tokens": equal / sum(map(len, roomy.tokens)),
+            "equal_requests": sum(x == y for x, y in pairs) / len(asks),
         }
     ]
 
 
 def ablation(options: Options) -> list[Row]:
     """The mixed workload with one thing switched off at a time."""
+    from flashpage.layers.fused import without_kernels
+
     asks = mixed_asks(options)
     longest = max(len(a.prompt) + a.new_tokens for a in asks)
-    rows = []
-    for name, off in (
-        ("all on", {}),
-        ("no graphs", {"enforce_eager": True}),
-        ("no overlap", {"overlap": False}),
-        ("no prefix cache", {"enable_prefix_caching": False}),
+    rows: list[Row] = []
+    for name, off, kernels in (
+        ("all on", {}, nullcontext()),
+        ("no graphs", {"enforce_eager": True}, nullcontext()),
+        ("no overlap", {"overlap": False}, nullcontext()),
+        ("no prefix cache", {"enable_prefix_caching": False}, nullcontext()),
+        ("no fused kernels", {}, without_kernels()),
     ):
-        llm, warm_up = _ready(options, max_model_len=longest, **off)
-        rows.append(_mixed_row(name, _rounds(options, llm, asks), warm_up))
+        options.progress(name)
+        with kernels:
+            llm, warm_up = _ready(options, max_model_len=longest, **off)
+            rows.append(_mixed_row(name, _rounds(options, llm, asks), warm_up))
+        rows[-1]["of_all_on"] = rows[-1]["tokens_per_s"] / rows[0]["tokens_per_s"]
         del llm
     return rows
 

@@ -108,6 +108,43 @@ def test_the_same_tokens_as_without_graphs(config, overlap, num_blocks):
     assert (engine.stats().preemptions > 0) == (num_blocks == 30)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("budget", [3, 4])
+def test_prompts_in_chunks_of_one_token(budget, overlap):
+    """Where decodes leave room for one token, it may lie in the middle of a prompt."""
+    rng = random.Random(budget)
+    params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+    prompts = [[rng.randrange(3, 301) for _ in range(length)] for length in (5, 9, 14, 3, 22)]
+    requests = [(prompt, params) for prompt in prompts]
+    expected = run(make_engine(LLAMA), requests)
+    options = {"max_num_seqs": 3, "max_num_batched_tokens": budget, "overlap": overlap}
+    assert run(make_engine(LLAMA, Again(), **options), requests) == expected
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("graphs", [False, True])
+def test_logits_that_are_not_numbers_end_their_request_alone(graphs, overlap):
+    """With overlap, a step after the missing token has been launched when the host learns of it."""
+    capture = Again() if graphs else None
+    engine = make_engine(LLAMA, capture, overlap=overlap)
+    params = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
+    prompts = [[5 + i] * (3 + 7 * i) for i in range(5)]
+    expected = run(engine, [(prompt, params) for prompt in prompts])
+    engine.model.embed_tokens.weight.data[300] = torch.nan
+    for i, prompt in enumerate(prompts):
+        engine.add_request(f"bad {i}", [*prompt, 300], params)
+        engine.add_request(str(i), prompt, params)
+    finished = {}
+    for _ in range(100):
+        finished |= {output.request_id: output for output in engine.step() if output.finished}
+        engine.check()
+    assert len(finished) == 10
+    for i in range(5):
+        assert finished[f"bad {i}"].finish_reason == "error"
+        assert finished[str(i)].token_ids == expected[str(i)]
+    assert engine.stats().pages_used == 0
+
+
 def test_rows_that_pad_write_nothing():
     capture = Again()
     engine = make_engine(LLAMA, capture, max_num_seqs=3, enable_prefix_caching=False)

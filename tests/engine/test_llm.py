@@ -331,6 +331,7 @@ def test_sizes_follow_the_model_and_the_memory(make_llm):
         ({"kv_cache_memory": 10**17, "num_blocks": None}, "bytes are available"),
         ({"block_size": HUGE, "num_blocks": None, "kv_cache_memory": 1}, "has 0 pages of <int"),
         ({"block_size": 10**14}, "tokens takes .* bytes are available"),
+        ({"log_stats": 0}, "log_stats = 0 must be seconds above 0, or None"),
         ({"enable_prefix_caching": None}, "enable_prefix_caching = None must be True or False"),
         ({"seed": None}, "seed = None must be an integer"),
         ({"seed": True}, "seed = True"),

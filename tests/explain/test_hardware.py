@@ -76,6 +76,13 @@ def test_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         device.peak_flops("bf16")
 
 
+def test_bandwidths_count_the_bytes_that_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "COPY_BYTES", 2**20)
+    monkeypatch.setattr(hardware, "median_seconds", lambda call, device, seconds: (call(), 0.5)[1])
+    assert hardware.copy_bandwidth(CPU, 1.0) == 2 * 2**20 / 0.5  # one read, one written
+    assert hardware.read_bandwidth(CPU, 1.0) == 2 * 2**20 / 0.5
+
+
 def test_median_counts_a_call_once() -> None:
     calls = []
     took = hardware.median_seconds(lambda: calls.append(0), CPU, seconds=0.01)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import Tensor
 
+from flashpage.attention.cpu.numba_runtime import why_unavailable
 from flashpage.layers import fused
 
 DTYPES = pytest.mark.parametrize(
@@ -110,6 +113,41 @@ def test_rows_do_not_depend_on_their_neighbours() -> None:
     assert torch.equal(out[7:8], one_out)
     assert torch.equal(total[7:8], one_total)
     assert torch.equal(fused.silu_and_mul(x)[7:8], fused.silu_and_mul(x[7:8]))
+
+
+def test_without_kernels_everything_is_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit what the twins give, no kernel called; elsewhere and afterwards they are."""
+    called: list[bool] = []
+    call = fused.call
+    monkeypatch.setattr(fused, "call", lambda *a: called.append(True) or call(*a))
+    x, residual, weight = torch.randn(7, 22), torch.randn(7, 22), torch.randn(22)
+    cos, sin = torch.randn(2, 7, 1, 8)
+    heads = torch.randn(7, 3, 8)
+
+    def everything() -> list[Tensor]:
+        return [
+            fused.rms_norm(x, weight, 1e-5),
+            *fused.add_rms_norm(x, residual, weight, 1e-5),
+            fused.silu_and_mul(x),
+            fused.rope(heads, cos, sin),
+        ]
+
+    twins = [
+        fused.rms_norm_torch(x, weight, 1e-5),
+        *fused.add_rms_norm_torch(x, residual, weight, 1e-5),
+        fused.silu_and_mul_torch(x),
+        fused.rope_torch(heads, cos, sin),
+    ]
+    with fused.without_kernels():
+        outs = everything()
+        assert not called
+        with ThreadPoolExecutor(1) as other_thread:
+            assert other_thread.submit(fused.kernels_enabled).result()
+    assert all(torch.equal(out, twin) for out, twin in zip(outs, twins, strict=True))
+    with pytest.raises(ZeroDivisionError), fused.without_kernels():
+        raise ZeroDivisionError
+    everything()
+    assert bool(called) == (why_unavailable() is None)
 
 
 def test_gradients_go_through_torch() -> None:

@@ -114,9 +114,12 @@ def test_dynamic_changes_only_beyond_the_original_context() -> None:
     torch.testing.assert_close(dynamic.cos[3:], grown.cos, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
+KINDS = pytest.mark.parametrize(
     "config", [RopeConfig(), RopeConfig("dynamic", 10000.0, 2.0, 8), LLAMA3, YARN]
 )
+
+
+@KINDS
 def test_angles_do_not_depend_on_the_chunk(config: RopeConfig) -> None:
     rotary = RotaryEmbedding(16, config)
     whole = rotary(torch.arange(40), torch.float32)
@@ -124,3 +127,16 @@ def test_angles_do_not_depend_on_the_chunk(config: RopeConfig) -> None:
         part = rotary(torch.arange(start, end), torch.float32)
         assert torch.equal(part.cos, whole.cos[start:end])
         assert torch.equal(part.sin, whole.sin[start:end])
+
+
+@KINDS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_table_gives_the_same_bits(config: RopeConfig, dtype: torch.dtype) -> None:
+    computed, looked_up = RotaryEmbedding(32, config), RotaryEmbedding(32, config)
+    looked_up.tabulate(300, dtype)
+    positions = torch.randint(0, 300, (77,))
+    for index in (positions, positions.int()):
+        for a, b in zip(computed(positions, dtype), looked_up(index, dtype), strict=True):
+            assert torch.equal(a, b)
+    # Of another dtype there is no table.
+    assert looked_up(positions, torch.float16).cos.dtype == torch.float16

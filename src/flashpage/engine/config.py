@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,15 @@ def check_size(name: str, value: Any) -> None:
     """Raise `ArgumentError` unless `value` is an integer from 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ArgumentError(f"{name} = {show(value)} must be an integer from 1")
+
+
+def check_log_stats(value: Any) -> None:
+    """Raise `ArgumentError` unless `value` is None or a finite number above 0."""
+    if value is None:
+        return
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 < value < math.inf:
+        raise ArgumentError(f"log_stats = {show(value)} must be seconds above 0, or None")
 
 
 def check_seed(value: Any) -> None:
@@ -42,6 +52,7 @@ class EngineConfig:
             work hides behind the device's. A stop that only the text or the token shows is found
             one step late: the token computed in vain is never shown.
         enforce_eager: no CUDA graphs: every kernel of every step is launched by the host.
+        log_stats: a line of numbers on stderr every so many seconds of stepping; None: no lines.
         dtype, device: of the KV cache; the model's.
     """
 
@@ -55,6 +66,7 @@ class EngineConfig:
     seed: int = 0
     overlap: bool = False
     enforce_eager: bool = False
+    log_stats: float | None = None
     dtype: torch.dtype = torch.float32
     device: torch.device | str = "cpu"
 
@@ -70,6 +82,7 @@ class EngineConfig:
         if self.attention_context is not None:
             check_size("attention_context", self.attention_context)
         check_seed(self.seed)
+        check_log_stats(self.log_stats)
         for name in ("enable_prefix_caching", "overlap", "enforce_eager"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name} = {show(getattr(self, name))} must be True or False")

@@ -266,7 +266,8 @@ class StepGraphs:
         return result
 
     def _step(self, shape: Shape, x: Inputs) -> Tensor:
-        earlier = self._sampled[x.source.clamp(min=0)]
+        # A row without a token (-1) ends its sequence; the host does not know it yet.
+        earlier = self._sampled[x.source.clamp(min=0)].clamp(min=0)
         input_ids = torch.where(x.source >= 0, earlier, x.token_ids.long())
         decode = prefill = None
         if shape.decodes:
@@ -325,11 +326,16 @@ def _fill_tables(table: np.ndarray, chunks: list[Chunk]) -> None:
 
 def _fill_decodes(x: Inputs, decodes: list[Chunk], block_size: int) -> None:
     n = len(decodes)
+    starts = [chunk.start for chunk in decodes]
     sequences = [chunk.sequence for chunk in decodes]
-    positions = np.array([chunk.start for chunk in decodes], dtype=np.int32)
+    positions = np.array(starts, dtype=np.int32)
     pages = x.block_table.numpy()[np.arange(n), positions // block_size]
     x.source.numpy()[:n] = [s.pending_row if s.num_pending else -1 for s in sequences]
-    x.token_ids.numpy()[:n] = [s.token_ids[-1] for s in sequences]
+    # Not the last token: a step may have had room for just one in the middle of a prompt.
+    x.token_ids.numpy()[:n] = [
+        0 if s.num_pending else s.token_ids[start]
+        for s, start in zip(sequences, starts, strict=True)
+    ]
     x.positions.numpy()[:n] = positions
     x.slots.numpy()[:n] = pages * block_size + positions % block_size
     lengths = x.cache_seqlens.numpy()

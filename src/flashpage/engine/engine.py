@@ -31,6 +31,7 @@ from flashpage.engine.request import Request, Sequence, mix_seed
 from flashpage.engine.runner import ChunkResult, Launch, Runner
 from flashpage.engine.sampling_params import SamplingParams
 from flashpage.engine.scheduler import Scheduler
+from flashpage.engine.stats_log import StatsLog
 from flashpage.engine.values import show
 from flashpage.errors import RequestError
 
@@ -63,9 +64,12 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._num_requests = 0
         self._num_generated = 0
+        self._num_computed = 0
+        self._num_prompt_computed = 0
         self._num_steps = 0
         self._step_seconds = 0.0
         self._wait_seconds = 0.0
+        self._stats_log = None if config.log_stats is None else StatsLog(config.log_stats)
 
     def add_request(
         self,
@@ -173,6 +177,8 @@ class Engine:
             self._in_flight.popleft()
             outputs += self._postprocess(results)
         self._step_seconds += time.perf_counter() - began
+        if self._stats_log is not None and self._stats_log.is_due(self._step_seconds):
+            self._stats_log.write(self.stats())
         return outputs
 
     def warm_up(self) -> None:
@@ -190,17 +196,20 @@ class Engine:
         return bool(self._requests)
 
     def stats(self) -> EngineStats:
-        """Numbers for a status line."""
+        """What the engine holds and has done so far, to be read as often as one likes."""
         scheduler = self._scheduler
         return EngineStats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
             pages_used=scheduler.pool.num_used,
             pages_total=scheduler.pool.num_blocks,
+            prefix_lookup_tokens=scheduler.num_lookup_tokens,
             prefix_hit_tokens=scheduler.num_hit_tokens,
             preemptions=scheduler.num_preemptions,
             preempted_tokens=scheduler.num_preempted_tokens,
             tokens_generated=self._num_generated,
+            prompt_tokens_computed=self._num_prompt_computed,
+            tokens_computed=self._num_computed,
             steps=self._num_steps,
             host_seconds=self._step_seconds - self._wait_seconds,
             wait_seconds=self._wait_seconds,
@@ -236,6 +245,10 @@ class Engine:
         self._num_steps += 1
         for chunk in chunks:
             self._scheduler.launched(chunk)
+            self._num_computed += chunk.num_tokens
+            num_prompt = chunk.sequence.num_prompt_tokens
+            if chunk.start < num_prompt:
+                self._num_prompt_computed += min(chunk.end, num_prompt) - chunk.start
         for row, sequence in zip(launch.rows, launch.sampling, strict=True):
             sequence.num_pending += 1
             sequence.pending_row = row
@@ -243,6 +256,7 @@ class Engine:
 
     def _postprocess(self, results: list[ChunkResult]) -> list[RequestOutput]:
         advanced: dict[str, Request] = {}
+        finished: set[str] = set()
         for result in results:
             sequence = result.chunk.sequence
             if result.is_sampled:
@@ -251,15 +265,17 @@ class Engine:
                 continue  # it ended while this step ran
             self._scheduler.commit(result.chunk)
             self._advance(sequence, result)
+            request = sequence.request
             if result.chunk.is_last or sequence.is_finished:
-                advanced[sequence.request.request_id] = sequence.request
-        for request_id, request in advanced.items():
-            if request.is_finished:
-                del self._requests[request_id]
+                advanced[request.request_id] = request
+            if sequence.is_finished and request.is_finished:
+                finished.add(request.request_id)
+        for request_id in finished:
+            del self._requests[request_id]
         return [
             request.report()
-            for request in advanced.values()
-            if request.is_finished or not request.reports_once
+            for request_id, request in advanced.items()
+            if not request.reports_once or request_id in finished
         ]
 
     def _advance(self, sequence: Sequence, result: ChunkResult) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flashpage.cache.kv_cache import KVCache
-from flashpage.engine.config import EngineConfig, check_seed, check_size
+from flashpage.engine.config import EngineConfig, check_log_stats, check_seed, check_size
 from flashpage.engine.engine import Engine
 from flashpage.engine.interrupt import deferred_interrupt
 from flashpage.engine.memory import check_device, choose_num_blocks
@@ -51,7 +51,7 @@ class Defaults(NamedTuple):
 
 
 CPU_DEFAULTS = Defaults(block_size=16, max_num_seqs=32, max_num_batched_tokens=512)
-GPU_DEFAULTS = Defaults(block_size=64, max_num_seqs=256, max_num_batched_tokens=2048)
+GPU_DEFAULTS = Defaults(block_size=64, max_num_seqs=256, max_num_batched_tokens=8192)
 
 
 class LLM:
@@ -69,12 +69,15 @@ class LLM:
             GPU's free memory, `GPU_MEMORY_SHARE` of `flashpage.engine.memory`).
         max_num_seqs: sequences that run at the same time; None takes 32, or 256 on a GPU.
         max_num_batched_tokens: tokens computed per step; longer prompts are cut into chunks. None
-            takes 512, or 2048 on a GPU.
+            takes 512, or 8192 on a GPU; where many decode, chunks take less (see
+            `flashpage.engine.scheduler`).
         max_model_len: prompt and generated tokens of a sequence at most; None takes the model's
             limit, or what the cache can hold if that is less.
         enable_prefix_caching: share the pages of prompts that begin alike.
         enforce_eager: on a GPU, launch every kernel one by one instead of replaying CUDA graphs.
         overlap: prepare a step while the one before it runs; None does so on a GPU.
+        log_stats: write a line of numbers to stderr every so many seconds of work: how many run and
+            wait, pages, prefix hits, preemptions, tokens/s since the last line. None: never.
         seed: for requests without a seed of their own, and for dummy weights; an integer.
 
     Raises:
@@ -100,9 +103,11 @@ class LLM:
         enable_prefix_caching: bool = True,
         enforce_eager: bool = False,
         overlap: bool | None = None,
+        log_stats: float | None = None,
         seed: int = 0,
     ) -> None:
         check_seed(seed)
+        check_log_stats(log_stats)
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         device = check_device(device)
@@ -131,6 +136,7 @@ class LLM:
             enable_prefix_caching=enable_prefix_caching,
             enforce_eager=enforce_eager,
             overlap=device.type == "cuda" if overlap is None else overlap,
+            log_stats=log_stats,
             seed=seed,
         )
         self.name = loaded.name
@@ -141,6 +147,8 @@ class LLM:
             # Compiling belongs to loading, not into the middle of the first answer.
             fused.load_kernels()
             attention.load_kernels()
+        else:
+            loaded.model.rotary.tabulate(config.max_model_len, loaded.model.dtype)
         self._ids = count()
 
     def generate(

@@ -143,7 +143,12 @@ class EngineStats:
     """What the engine holds now and has done so far. Sequences are counted: n per request.
 
     Attributes:
+        prefix_lookup_tokens: tokens of sequences that looked for cached pages when they were
+            admitted, again after each preemption; 0 without prefix caching.
+        prefix_hit_tokens: those of them that were found.
         preempted_tokens: computed tokens that preemption threw away.
+        prompt_tokens_computed: tokens of prompts that steps computed, again after a preemption.
+        tokens_computed: all tokens that steps computed, generated ones included.
         steps: batches that were launched.
         host_seconds: in steps, without the waiting.
         wait_seconds: in steps, until the device was ready.
@@ -153,10 +158,30 @@ class EngineStats:
     num_waiting: int
     pages_used: int
     pages_total: int
+    prefix_lookup_tokens: int
     prefix_hit_tokens: int
     preemptions: int
     preempted_tokens: int
     tokens_generated: int
+    prompt_tokens_computed: int
+    tokens_computed: int
     steps: int
     host_seconds: float
     wait_seconds: float
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds spent in steps."""
+        return self.host_seconds + self.wait_seconds
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Generated tokens per second of stepping; None before the first step."""
+        return self.tokens_generated / self.step_seconds if self.step_seconds > 0 else None
+
+    @property
+    def prefix_hit_rate(self) -> float | None:
+        """Found of looked-up tokens, 0 to 1; None before the first lookup."""
+        if self.prefix_lookup_tokens == 0:
+            return None
+        return self.prefix_hit_tokens / self.prefix_lookup_tokens

@@ -81,7 +81,7 @@ class Sequence:
     @property
     def num_chosen_tokens(self) -> int:
         """Generated tokens, pending ones included."""
-        return self.num_output_tokens + self.num_pending
+        return len(self.token_ids) - self.num_prompt_tokens + self.num_pending
 
     @property
     def num_uncomputed_tokens(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, compress
 from typing import NamedTuple, Protocol
 
 import torch
@@ -64,8 +64,10 @@ class Launch:
 
     chunks: list[Chunk]
     scores: list[tuple[list[TokenLogprobs], str | None]]
+    samples: list[bool]
+    """whether the token after each chunk is chosen"""
     sampling: list[Sequence]
-    """whose next tokens are chosen, in the order of their chunks"""
+    """for whom, in the order of their chunks"""
     rows: list[int]
     """where the device keeps each one's token"""
     sampled: Sampled
@@ -73,8 +75,9 @@ class Launch:
     def wait(self) -> list[ChunkResult]:
         rows = iter(self.sampled.wait())
         results = []
-        for chunk, (logprobs, error) in zip(self.chunks, self.scores, strict=True):
-            is_sampled = samples(chunk)
+        for chunk, (logprobs, error), is_sampled in zip(
+            self.chunks, self.scores, self.samples, strict=True
+        ):
             row = next(rows) if is_sampled else None
             if row is not None and row.error is not None:
                 row, error = None, row.error
@@ -145,10 +148,11 @@ class Runner:
             self._score_prompt(chunk, hidden[end - chunk.num_tokens : end])
             for chunk, end in zip(chunks, ends, strict=True)
         ]
-        rows = [end - 1 for chunk, end in zip(chunks, ends, strict=True) if samples(chunk)]
-        sequences = [chunk.sequence for chunk in chunks if samples(chunk)]
+        sampled_here = [samples(chunk) for chunk in chunks]
+        rows = [end - 1 for end in compress(ends, sampled_here)]
+        sequences = [chunk.sequence for chunk in compress(chunks, sampled_here)]
         sampled = self._sample(hidden[rows], sequences)
-        return Launch(chunks, scores, sequences, list(range(len(rows))), sampled)
+        return Launch(chunks, scores, sampled_here, sequences, list(range(len(rows))), sampled)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -163,9 +167,7 @@ class Runner:
                 [SequenceSlice(context, num_tokens, pages)], self._kv_cache.block_size, self._device
             )
             metadata.slot_mapping.fill_(-1)
-            hidden = self._model(
-                ids, torch.arange(num_tokens, device=self._device), self._kv_cache, metadata
-            )
+            hidden = self._model(ids, torch.zeros_like(ids), self._kv_cache, metadata)
             self._model.compute_logits(hidden[:1])
         if self._graphs is not None:
             self._graphs.capture_usual()
@@ -176,15 +178,17 @@ class Runner:
     ) -> Launch:
         chunks = decodes + others
         row_of = [*range(len(decodes)), *range(shape.decodes, shape.decodes + len(others))]
-        rows = [row for row, chunk in zip(row_of, chunks, strict=True) if samples(chunk)]
-        sequences = [chunk.sequence for chunk in chunks if samples(chunk)]
-        sampling = plain_sampling([chunk.sequence for chunk in chunks])
+        sampled_here = [samples(chunk) for chunk in chunks]
+        rows = list(compress(row_of, sampled_here))
+        every = [chunk.sequence for chunk in chunks]
+        sequences = list(compress(every, sampled_here))
+        sampling = plain_sampling(every)
         hidden = graphs.replay(shape, decodes, others, sampling)
         if self._all_plain(sequences):
             sampled = self._fetch(sequences, rows)
         else:
             sampled = self._choose(self._model.compute_logits(hidden[rows]), sequences, rows)
-        return Launch(chunks, [([], None)] * len(chunks), sequences, rows, sampled)
+        return Launch(chunks, [([], None)] * len(chunks), sampled_here, sequences, rows, sampled)
 
     def _forward(self, chunks: list[Chunk], slices: list[SequenceSlice]) -> Tensor:
         """Hidden states `[num_tokens, hidden_size]` of all chunks, one after the other."""
@@ -202,7 +206,8 @@ class Runner:
         input_ids = torch.tensor(token_ids, device=self._device)
         if pending:
             places, rows = torch.tensor(pending, device=self._device).unbind(1)
-            input_ids[places] = self._sampled[rows]
+            # A row without a token (-1) ends its sequence; the host does not know it yet.
+            input_ids[places] = self._sampled[rows].clamp(min=0)
         return self._model(
             input_ids, torch.tensor(positions, device=self._device), self._kv_cache, metadata
         )
@@ -219,7 +224,9 @@ class Runner:
 
     def _all_plain(self, sequences: list[Sequence]) -> bool:
         return all(
-            s.request.is_plain and s.num_chosen_tokens >= s.params.min_tokens for s in sequences
+            s.request.is_plain
+            and (s.params.min_tokens == 0 or s.num_chosen_tokens >= s.params.min_tokens)
+            for s in sequences
         )
 
     def _choose(self, logits: Tensor, sequences: list[Sequence], places: list[int]) -> Sampled:

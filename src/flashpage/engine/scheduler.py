@@ -7,8 +7,8 @@ A sequence that is admitted gets the pages of all its known tokens, so only deco
 when there is none, the youngest running sequence gives its pages back and is computed again later.
 
 A step takes as long as its chunks make it, and its decodes wait for it. So where many sequences
-decode for each that could begin to, chunks share half of the budget, and tokens with a long context
-count for more than one.
+decode for each that could begin to, chunks share half of the budget and never more than
+`CHUNK_WORK`, and tokens with a long context count for more than one.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ from flashpage.engine.request import Sequence
 
 MANY_DECODES = 8
 """Sequences that decode for each that begins, from which on they are not to wait for long."""
+CHUNK_WORK = 1024
+"""tokens of chunks in a step, at most, while so many decode: on an H200, about as much time again
+as the step of 32 decodes of a small model (`flashpage bench interference`)"""
 
 
 class Chunk(NamedTuple):
@@ -52,6 +55,7 @@ class Scheduler:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
+        self._block_size = config.block_size
         self.pool = BlockPool(config.num_blocks)
         self.prefix_cache = (
             PrefixCache(self.pool, config.block_size) if config.enable_prefix_caching else None
@@ -60,6 +64,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # in the order of admission
         self.num_preemptions = 0
         self.num_preempted_tokens = 0
+        self.num_lookup_tokens = 0
         self.num_hit_tokens = 0
 
     def add(self, sequences: Iterable[Sequence]) -> None:
@@ -79,13 +84,16 @@ class Scheduler:
         decodes: list[Sequence] = []
         prompts: list[Sequence] = []
         for sequence in self.running:
-            (prompts if sequence.num_uncomputed_tokens > 1 else decodes).append(sequence)
+            num_uncomputed = sequence.num_uncomputed_tokens
+            if num_uncomputed > 1:
+                prompts.append(sequence)
+            elif num_uncomputed and (sequence.may_go_on or not sequence.num_pending):
+                decodes.append(sequence)  # else its last token is on the way
         budget = self._budget(len(decodes), len(prompts))
         for sequence in decodes:
-            if sequence.num_pending and not sequence.may_go_on:
-                continue  # its last token is on the way
-            if sequence.num_uncomputed_tokens > 0 and self._make_room(sequence, 1):
-                chunks.append(_chunk(sequence, 1))
+            if self._make_room(sequence, 1):
+                start = sequence.num_computed_tokens
+                chunks.append(Chunk(sequence, start, start + 1, True, sequence.generation))
         budget.tokens -= len(chunks)
         for sequence in prompts:
             num_tokens = budget.fit(sequence)
@@ -163,7 +171,7 @@ class Scheduler:
         num_beginning = num_prompts + min(len(self.waiting), num_places)
         if num_decodes < MANY_DECODES * num_beginning:
             return _Budget(tokens, tokens, None)
-        return _Budget(tokens, max(tokens // 2, 1), config.attention_context)
+        return _Budget(tokens, max(min(tokens // 2, CHUNK_WORK), 1), config.attention_context)
 
     def _admit(self) -> Sequence | None:
         """Let the first waiting sequence run, if there are a place and pages for it."""
@@ -192,6 +200,8 @@ class Scheduler:
         sequence.cache_chain = hits
         sequence.num_hit_blocks = len(hits)
         sequence.num_computed_tokens = len(hits) * self.config.block_size
+        if self.prefix_cache is not None:
+            self.num_lookup_tokens += sequence.num_tokens
         self.num_hit_tokens += sequence.num_computed_tokens
         if sequence.request.num_cached_tokens is None:
             sequence.request.num_cached_tokens = sequence.num_computed_tokens
@@ -204,7 +214,10 @@ class Scheduler:
         decodes lack a page, and they come in the order of admission, so whoever is preempted has
         no chunk in this step yet. Nor can it be admitted again at once: it needs all that it gave.
         """
-        needed = self.config.num_pages(sequence.num_computed_tokens + num_tokens)
+        num_computed = sequence.num_computed_tokens + num_tokens
+        if sequence.is_running and num_computed <= len(sequence.block_ids) * self._block_size:
+            return True
+        needed = self.config.num_pages(num_computed)
         while sequence.is_running:
             num_missing = needed - len(sequence.block_ids)
             if num_missing <= 0:

@@ -214,6 +214,12 @@ def copy_bandwidth(device: torch.device, seconds: float) -> float:
     return 2 * COPY_BYTES / took
 
 
+def read_bandwidth(device: torch.device, seconds: float) -> float:
+    """Bytes per second of a sum over more memory than caches hold: nothing is written."""
+    source = torch.zeros(2 * COPY_BYTES // 4, dtype=torch.float32, device=device)
+    return 2 * COPY_BYTES / median_seconds(source.sum, device, seconds=seconds)
+
+
 def free_bytes(device: torch.device) -> int:
     """Memory of the device that a program could still take."""
     if device.type == "cuda":

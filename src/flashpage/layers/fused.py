@@ -6,6 +6,9 @@ Elsewhere: the same in torch operators, which are also what the kernels are test
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import ModuleType
 
 import torch
@@ -24,6 +27,25 @@ _GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _KERNELS = "flashpage.layers.numba_kernels"
 
 
+_enabled = ContextVar("fused kernels are used", default=True)
+
+
+@contextmanager
+def without_kernels() -> Iterator[None]:
+    """In this thread, until it ends: torch operators instead of the kernels here and of the plain
+    sampler's, to see what those are worth. What was captured in a CUDA graph before stays."""
+    token = _enabled.set(False)
+    try:
+        yield
+    finally:
+        _enabled.reset(token)
+
+
+def kernels_enabled() -> bool:
+    """False within `without_kernels`."""
+    return _enabled.get()
+
+
 def _can_fuse(*tensors: Tensor) -> bool:
     """Whether the kernels can work on these: they take addresses, and know nothing of autograd."""
     first = tensors[0]
@@ -34,16 +56,18 @@ def _can_fuse(*tensors: Tensor) -> bool:
         and all(x.dtype == first.dtype and x.stride(-1) == 1 for x in tensors)
         and not any(x.requires_grad for x in tensors)
         and not torch.compiler.is_compiling()
+        and kernels_enabled()
         and why_unavailable() is None
     )
 
 
-def _on_gpu(*tensors: Tensor) -> bool:
+def on_gpu(*tensors: Tensor) -> bool:
     """Whether the Triton kernels can work on these."""
     return (
         all(x.device.type == "cuda" and x.dtype in _GPU_DTYPES for x in tensors)
         and not any(x.requires_grad for x in tensors)
         and not torch.compiler.is_compiling()
+        and kernels_enabled()
         and why_no_triton() is None
     )
 
@@ -60,7 +84,7 @@ def _threads(work: int) -> int:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, `[..., size]`."""
-    if _on_gpu(x, weight):
+    if on_gpu(x, weight):
         return _triton().add_rms_norm(x, None, weight, eps)[0]
     if not _can_fuse(x, weight):
         return rms_norm_torch(x, weight, eps)
@@ -72,7 +96,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`(rms_norm(x + residual), x + residual)`, the sum rounded to the dtype of x first."""
-    if _on_gpu(x, residual, weight):
+    if on_gpu(x, residual, weight):
         return _triton().add_rms_norm(x, residual, weight, eps)
     if not _can_fuse(x, residual, weight):
         return add_rms_norm_torch(x, residual, weight, eps)
@@ -109,7 +133,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     Returns:
         `[..., size]`, in the dtype of the input.
     """
-    if _on_gpu(gate_up):
+    if on_gpu(gate_up):
         return _triton().silu_and_mul(gate_up)
     if not _can_fuse(gate_up):
         return silu_and_mul_torch(gate_up)
@@ -187,7 +211,7 @@ def rotate_and_store(
     fits = (
         qkv.shape[-1] % 2 == 0 and qkv.stride(-1) == k_cache.stride(-1) == v_cache.stride(-1) == 1
     )
-    if fits and _on_gpu(qkv, cos, sin, k_cache, v_cache):
+    if fits and on_gpu(qkv, cos, sin, k_cache, v_cache):
         return _triton().rotate_and_store(
             qkv, num_q_heads, num_kv_heads, q_weight, k_weight, eps, cos, sin, k_cache, v_cache,
             slot_mapping,

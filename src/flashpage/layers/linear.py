@@ -1,10 +1,25 @@
-"""A dense layer that may keep its weight in the processor's packed layout; knows no model."""
+"""A dense layer, packed for the processor where that pays, and its fusions; knows no model."""
 
 from __future__ import annotations
+
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from flashpage.attention.triton.runtime import capability
+from flashpage.layers import fused
+from flashpage.layers.norm import RMSNorm
+
+FEW_ROWS = 4
+"""rows of x up to which the kernels of `triton_linear` serve a weight of at most ..."""
+FEW_ROWS_BYTES = 2**24
+"""... so many bytes; and for one row of x"""
+ONE_ROW_BYTES = 2**28
+"""so many. Measured on an H200 with benchmarks/linear.py: with the steps around them, products of
+Qwen3-0.6B take 0.3 (1 row) to 0.8 (4 rows) of cuBLAS's time, and 1.2 at 8 rows; those of Llama-3-8B
+0.7 to 1.0 at 1 row and twice as long at 8; a head of 300 MB is read at full speed by cuBLAS."""
 
 
 class Linear(nn.Module):
@@ -40,7 +55,22 @@ class Linear(nn.Module):
         """`[..., in_features]` -> `[..., out_features]`, in the dtype of the weight."""
         if self._packed is not None:
             return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        if self.takes_few_rows(x):
+            return _few_rows().linear(x, self.weight, self.bias)
         return F.linear(x, self.weight, self.bias)
+
+    def takes_few_rows(self, x: Tensor) -> bool:
+        """Whether the kernels for a few rows serve this x: the one place that decides it."""
+        num_rows = x.numel() // self.in_features
+        return (
+            self.weight is not None
+            and 0 < num_rows <= FEW_ROWS
+            and self.weight.nbytes <= (ONE_ROW_BYTES if num_rows == 1 else FEW_ROWS_BYTES)
+            and self.weight.dtype == x.dtype
+            and self.weight.stride(1) == 1
+            and fused.on_gpu(x, self.weight)
+            and capability(x.device) >= 80
+        )
 
     def prepare(self) -> None:
         """Pack the weight where that is faster, and drop the plain copy; call once, after loading.
@@ -64,6 +94,32 @@ class Linear(nn.Module):
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, packed={self.is_packed}"
         )
+
+
+def add_norm_linear(
+    x: Tensor, residual: Tensor, norm: RMSNorm, linear: Linear, *, gated: bool = False
+) -> tuple[Tensor, Tensor]:
+    """`(linear(norm(x + residual)), x + residual)`; with `gated`, `silu_and_mul` of the first.
+
+    Args:
+        x, residual: `[..., in_features]`.
+
+    Returns:
+        `[..., out_features]` (gated: half of that), and the sum, rounded, `[..., in_features]`.
+    """
+    if linear.takes_few_rows(x):
+        return _few_rows().add_norm_linear(
+            x, residual, norm.weight, norm.eps, linear.weight, linear.bias, gated=gated
+        )
+    normed, total = norm.add(x, residual)
+    out = linear(normed)
+    return (fused.silu_and_mul(out) if gated else out), total
+
+
+def _few_rows() -> ModuleType:
+    from flashpage.layers import triton_linear
+
+    return triton_linear
 
 
 def can_pack(weight: Tensor) -> bool:

@@ -55,8 +55,8 @@ class Rotation(NamedTuple):
 class RotaryEmbedding(nn.Module):
     """Angles for positions; Su et al., "RoFormer", 2021, section 3.4, half-split layout.
 
-    They are computed from the positions of the step rather than looked up in a table: once per
-    step this is a few small operations, and no maximum length has to be known or kept in memory.
+    They are computed from the positions of the step: a few small operations, and no maximum length
+    has to be known. On a GPU each is a launch: there `tabulate` looks them up instead.
     """
 
     def __init__(
@@ -67,9 +67,20 @@ class RotaryEmbedding(nn.Module):
         self.config = config
         inv_freq = inverse_frequencies(head_dim, config).to(device)
         self.register_buffer("inv_freq", inv_freq, persistent=False)
+        self._table: Rotation | None = None
+
+    def tabulate(self, num_positions: int, dtype: torch.dtype) -> None:
+        """Compute the angles of positions below `num_positions` once; no other may come then."""
+        positions = torch.arange(num_positions, device=self.inv_freq.device)
+        self._table = self._angles(positions, dtype)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
-        """`[T]` int64 -> cos and sin in `dtype`, of angles that are float32."""
+        """`[T]` int64 or int32 -> cos and sin in `dtype`, of angles that are float32."""
+        if self._table is None or self._table.cos.dtype != dtype:
+            return self._angles(positions, dtype)
+        return Rotation(*(x.index_select(0, positions) for x in self._table))
+
+    def _angles(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         positions = positions.float().unsqueeze(-1)
         if self.config.kind == "dynamic":
             angles = positions * self._dynamic_inverse_frequencies(positions)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flashpage.attention.triton.runtime import why_no_triton
+from flashpage.layers.fused import kernels_enabled
 
 # Rows with top_k or top_p are ranked over this many candidates first; sorting a whole vocabulary
 # takes 10 times longer and is hardly ever needed. A row's own logits decide how far it goes.
@@ -131,7 +132,7 @@ def sample_plain(logits: Tensor, temperature: Tensor, min_p: Tensor, uniform: Te
     Returns:
         int64 `[num_rows]`: what `sample` chooses, or -1 where that gives an error.
     """
-    if logits.device.type == "cuda" and why_no_triton() is None:
+    if logits.device.type == "cuda" and kernels_enabled() and why_no_triton() is None:
         from flashpage.layers import triton_sampler
 
         return triton_sampler.sample_plain(logits, temperature, min_p, uniform)

@@ -10,12 +10,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashpage.attention.triton import runtime
 from flashpage.attention.triton.arguments import cdiv, next_power_of_2
 
 BLOCK = 1024
-"""elements of a program, where a program has no row of its own"""
+"""elements of a program of `silu_and_mul`: 16 bytes of each input for a thread"""
 HEADS = 8
 """heads of a program that rotates"""
 
@@ -32,7 +33,11 @@ def _add_rms_norm_kernel(
     eps,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < SIZE
@@ -62,6 +67,7 @@ def add_rms_norm(
     others = _as_rows(residual) if residual is not None else None
     if out.numel() > 0:
         block = next_power_of_2(size)
+        overlap = runtime.overlap(x.device)
         with runtime.on_device(x.device):
             _add_rms_norm_kernel[(rows.shape[0],)](
                 rows,
@@ -74,7 +80,9 @@ def add_rms_norm(
                 eps,
                 SIZE=size,
                 BLOCK=block,
+                OVERLAP=bool(overlap),
                 num_warps=min(max(block // 256, 1), 16),
+                **overlap,
             )
     return out, total
 
@@ -85,15 +93,20 @@ def _as_rows(x: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
 
-@triton.jit(do_not_specialize=["count"])
-def _silu_and_mul_kernel(x_ptr, out_ptr, stride, size, count, BLOCK: tl.constexpr):
-    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = places < count
-    row, column = places // size, places % size
-    gate = tl.load(x_ptr + row * stride + column, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(x_ptr + row * stride + size + column, mask=mask, other=0.0).to(tl.float32)
+@triton.jit
+def _silu_and_mul_kernel(
+    x_ptr, out_ptr, stride, size, num_blocks, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = (tl.program_id(0) // num_blocks).to(tl.int64)
+    columns = tl.program_id(0) % num_blocks * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < size
+    gate = tl.load(x_ptr + row * stride + columns, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * stride + size + columns, mask=mask, other=0.0).to(tl.float32)
     out = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(out_ptr + places, out.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + row * size + columns, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
@@ -102,9 +115,18 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     size = gate_up.shape[-1] // 2
     out = torch.empty(*gate_up.shape[:-1], size, dtype=gate_up.dtype, device=gate_up.device)
     if out.numel() > 0:
-        with runtime.on_device(gate_up.device):
-            _silu_and_mul_kernel[(cdiv(out.numel(), BLOCK),)](
-                rows, out, rows.stride(0), size, out.numel(), BLOCK=BLOCK
+        num_blocks = cdiv(size, BLOCK)
+        overlap = runtime.overlap(out.device)
+        with runtime.on_device(out.device):
+            _silu_and_mul_kernel[(rows.shape[0] * num_blocks,)](
+                rows,
+                out,
+                rows.stride(0),
+                size,
+                num_blocks,
+                BLOCK=BLOCK,
+                OVERLAP=bool(overlap),
+                **overlap,
             )
     return out
 
@@ -128,13 +150,16 @@ def _rotate_and_store_kernel(
     stride_v_page,
     stride_v_place,
     stride_v_head,
-    page_size,
     NUM_Q_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    PAGE: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_launch_dependents()
     NUM_HEADS: tl.constexpr = NUM_Q_HEADS + 2 * NUM_KV_HEADS
     PARTS: tl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
     dtype: tl.constexpr = qkv_ptr.dtype.element_ty
@@ -146,6 +171,20 @@ def _rotate_and_store_kernel(
     is_k = ((heads >= NUM_Q_HEADS) & (heads < NUM_Q_HEADS + NUM_KV_HEADS))[:, None]
     is_v = (heads >= NUM_Q_HEADS + NUM_KV_HEADS)[:, None]
 
+    if q_weight_ptr is not None:
+        # Weights: no kernel before this one writes them.
+        q_a = tl.load(q_weight_ptr + dims, mask=inside, other=0.0).to(tl.float32)
+        q_b = tl.load(q_weight_ptr + HALF + dims, mask=inside, other=0.0).to(tl.float32)
+        k_a = tl.load(k_weight_ptr + dims, mask=inside, other=0.0).to(tl.float32)
+        k_b = tl.load(k_weight_ptr + HALF + dims, mask=inside, other=0.0).to(tl.float32)
+    if OVERLAP:
+        gdc_wait()
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    angle = token * (2 * HALF) + dims
+    cos_a = tl.load(cos_ptr + angle, mask=inside, other=0.0).to(tl.float32)
+    cos_b = tl.load(cos_ptr + HALF + angle, mask=inside, other=0.0).to(tl.float32)
+    sin_a = tl.load(sin_ptr + angle, mask=inside, other=0.0).to(tl.float32)
+    sin_b = tl.load(sin_ptr + HALF + angle, mask=inside, other=0.0).to(tl.float32)
     place = qkv_ptr + token * stride_token + heads.to(tl.int64)[:, None] * stride_head + dims
     a = tl.load(place, mask=real, other=0.0)
     b = tl.load(place + HALF, mask=real, other=0.0)
@@ -153,26 +192,16 @@ def _rotate_and_store_kernel(
     if q_weight_ptr is not None:
         squares = tl.sum(x * x, 1) + tl.sum(y * y, 1)
         scale = (1.0 / tl.sqrt_rn(squares / (2 * HALF) + eps))[:, None]
-        q_a = tl.load(q_weight_ptr + dims, mask=inside, other=0.0).to(tl.float32)
-        q_b = tl.load(q_weight_ptr + HALF + dims, mask=inside, other=0.0).to(tl.float32)
-        k_a = tl.load(k_weight_ptr + dims, mask=inside, other=0.0).to(tl.float32)
-        k_b = tl.load(k_weight_ptr + HALF + dims, mask=inside, other=0.0).to(tl.float32)
         # Rounded between the norm and the rotation, as where they are two steps.
         x = (x * scale * tl.where(is_k, k_a, q_a)).to(dtype).to(tl.float32)
         y = (y * scale * tl.where(is_k, k_b, q_b)).to(dtype).to(tl.float32)
-    angle = token * (2 * HALF) + dims
-    cos_a = tl.load(cos_ptr + angle, mask=inside, other=0.0).to(tl.float32)
-    cos_b = tl.load(cos_ptr + HALF + angle, mask=inside, other=0.0).to(tl.float32)
-    sin_a = tl.load(sin_ptr + angle, mask=inside, other=0.0).to(tl.float32)
-    sin_b = tl.load(sin_ptr + HALF + angle, mask=inside, other=0.0).to(tl.float32)
     a = tl.where(is_v, a, (x * cos_a + y * sin_a).to(dtype))
     b = tl.where(is_v, b, (y * cos_b + x * sin_b).to(dtype))
     rotated = real & (heads < NUM_Q_HEADS + NUM_KV_HEADS)[:, None]
     tl.store(place, a, mask=rotated)
     tl.store(place + HALF, b, mask=rotated)
 
-    slot = tl.load(slots_ptr + token).to(tl.int64)
-    page, in_page = slot // page_size, slot % page_size
+    page, in_page = slot // PAGE, slot % PAGE
     stored = slot >= 0
     head = (heads - NUM_Q_HEADS).to(tl.int64)[:, None]
     target = k_cache_ptr + page * stride_k_page + in_page * stride_k_place + head * stride_k_head
@@ -197,9 +226,13 @@ def rotate_and_store(
     v_cache: Tensor,
     slot_mapping: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `fused.rotate_and_store`; q and k are changed in place, and views of `qkv` returned."""
+    """As `fused.rotate_and_store`; q and k are changed in place, and views of `qkv` returned.
+
+    q_weight and k_weight are read while earlier kernels of the stream may still run.
+    """
     num_tokens, num_heads, head_dim = qkv.shape
     if num_tokens > 0:
+        overlap = runtime.overlap(qkv.device)
         with runtime.on_device(qkv.device):
             _rotate_and_store_kernel[(num_tokens * cdiv(num_heads, HEADS),)](
                 qkv,
@@ -214,12 +247,16 @@ def rotate_and_store(
                 *qkv.stride()[:2],
                 *k_cache.stride()[:3],
                 *v_cache.stride()[:3],
-                k_cache.shape[1],
                 NUM_Q_HEADS=num_q_heads,
                 NUM_KV_HEADS=num_kv_heads,
                 HALF=head_dim // 2,
+                PAGE=k_cache.shape[1],
                 BLOCK_H=HEADS,
                 BLOCK_HALF=next_power_of_2(head_dim // 2),
+                OVERLAP=bool(overlap),
+                # 16 bytes of each half for a thread, at a head_dim of 128.
+                num_warps=2,
+                **overlap,
             )
     q, k, v = qkv.split((num_q_heads, num_kv_heads, num_kv_heads), dim=1)
     return q, k, v

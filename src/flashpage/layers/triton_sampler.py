@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashpage.attention.triton import runtime
 from flashpage.attention.triton.arguments import cdiv, next_power_of_2
@@ -38,8 +39,18 @@ def _weights(x, top, temperature, min_p):
 
 @triton.jit
 def _maxima_kernel(
-    logits_ptr, maxima_ptr, places_ptr, stride_row, vocab_size, num_blocks, BLOCK: tl.constexpr
+    logits_ptr,
+    maxima_ptr,
+    places_ptr,
+    stride_row,
+    vocab_size,
+    num_blocks,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     row, number = tl.program_id(0) // num_blocks, tl.program_id(0) % num_blocks
     x, tokens = _block(logits_ptr, row, number, stride_row, vocab_size, BLOCK)
     # +inf says that a row has no maximum to subtract: NaN is told in the same way.
@@ -61,7 +72,11 @@ def _sums_kernel(
     num_blocks,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     row, number = tl.program_id(0) // num_blocks, tl.program_id(0) % num_blocks
     temperature = tl.load(temperature_ptr + row)
     if temperature > 0:
@@ -89,7 +104,11 @@ def _choose_kernel(
     num_blocks,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0)
     blocks = tl.arange(0, BLOCKS)
     there = blocks < num_blocks
@@ -136,16 +155,15 @@ def sample_plain(logits: Tensor, temperature: Tensor, min_p: Tensor, uniform: Te
     places = torch.empty(shape, dtype=torch.int32, device=logits.device)
     sizes = (logits.stride(0), vocab_size, num_blocks)
     blocks = next_power_of_2(num_blocks)
+    overlap = runtime.overlap(logits.device)
+    options = {"BLOCK": BLOCK, "OVERLAP": bool(overlap), "num_warps": _WARPS, **overlap}
     with runtime.on_device(logits.device):
-        _maxima_kernel[(num_rows * num_blocks,)](
-            logits, maxima, places, *sizes, BLOCK=BLOCK, num_warps=_WARPS
-        )
+        _maxima_kernel[(num_rows * num_blocks,)](logits, maxima, places, *sizes, **options)
         _sums_kernel[(num_rows * num_blocks,)](
-            logits, maxima, sums, temperature, min_p, *sizes,
-            BLOCK=BLOCK, BLOCKS=blocks, num_warps=_WARPS,
-        )  # fmt: skip
+            logits, maxima, sums, temperature, min_p, *sizes, BLOCKS=blocks, **options
+        )
         _choose_kernel[(num_rows,)](
             logits, maxima, places, sums, temperature, min_p, uniform, tokens, *sizes,
-            BLOCK=BLOCK, BLOCKS=blocks, num_warps=_WARPS,
+            BLOCKS=blocks, **options,
         )  # fmt: skip
     return tokens

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from flashpage.cache.kv_cache import KVCache
 from flashpage.layers.attention import AttentionMetadata, PagedAttention
 from flashpage.layers.embedding import Embedding
-from flashpage.layers.fused import rotate_and_store, silu_and_mul
-from flashpage.layers.linear import Linear
+from flashpage.layers.fused import rotate_and_store
+from flashpage.layers.linear import Linear, add_norm_linear
 from flashpage.layers.norm import RMSNorm
 from flashpage.layers.rope import RotaryEmbedding, Rotation
 from flashpage.models.config import ModelConfig
@@ -42,10 +42,17 @@ class Attention(nn.Module):
         )
 
     def forward(
-        self, hidden: Tensor, rotation: Rotation, kv_cache: KVCache, metadata: AttentionMetadata
-    ) -> Tensor:
-        """`[T, hidden_size]` -> `[T, hidden_size]`."""
-        qkv = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))
+        self,
+        hidden: Tensor,
+        residual: Tensor,
+        norm: RMSNorm,
+        rotation: Rotation,
+        kv_cache: KVCache,
+        metadata: AttentionMetadata,
+    ) -> tuple[Tensor, Tensor]:
+        """Attention over `norm(hidden + residual)`, and that sum; all `[T, hidden_size]`."""
+        qkv, residual = add_norm_linear(hidden, residual, norm, self.qkv_proj)
+        qkv = qkv.unflatten(-1, (-1, self.head_dim))
         layer = self.attention.layer_index
         q, k, v = rotate_and_store(
             qkv,
@@ -57,7 +64,7 @@ class Attention(nn.Module):
             kv_cache.v[layer],
             metadata.slot_mapping,
         )
-        return self.o_proj(self.attention(q, k, v, kv_cache, metadata))
+        return self.o_proj(self.attention(q, k, v, kv_cache, metadata)), residual
 
     def head_norms(self) -> tuple[Tensor | None, Tensor | None, float]:
         """Weights `[head_dim]` of the norms of q's and k's heads, and their epsilon."""
@@ -84,9 +91,10 @@ class GatedMlp(nn.Module):
             device=device,
         )
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """`[T, hidden_size]` -> `[T, hidden_size]`."""
-        return self.down_proj(silu_and_mul(self.gate_up_proj(hidden)))
+    def forward(self, hidden: Tensor, residual: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        """The feed-forward of `norm(hidden + residual)`, and that sum; all `[T, hidden_size]`."""
+        gated, residual = add_norm_linear(hidden, residual, norm, self.gate_up_proj, gated=True)
+        return self.down_proj(gated), residual
 
 
 class DecoderLayer(nn.Module):
@@ -114,10 +122,10 @@ class DecoderLayer(nn.Module):
 
         The stream between layers is `hidden + residual`: each norm adds its two parts itself.
         """
-        normed, residual = self.input_layernorm.add(hidden, residual)
-        attended = self.self_attn(normed, rotation, kv_cache, metadata)
-        normed, residual = self.post_attention_layernorm.add(attended, residual)
-        return self.mlp(normed), residual
+        hidden, residual = self.self_attn(
+            hidden, residual, self.input_layernorm, rotation, kv_cache, metadata
+        )
+        return self.mlp(hidden, residual, self.post_attention_layernorm)
 
 
 class DecoderModel(nn.Module):

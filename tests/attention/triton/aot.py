@@ -41,6 +41,7 @@ from flashpage.attention.triton.cache import append_kv, store_kv
 from flashpage.attention.triton.decode import decode
 from flashpage.attention.triton.forward import forward
 from flashpage.layers.triton_kernels import add_rms_norm, rotate_and_store, silu_and_mul
+from flashpage.layers.triton_linear import add_norm_linear, linear
 from flashpage.layers.triton_sampler import sample_plain
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -230,6 +231,18 @@ def compile_layers(dtype: torch.dtype) -> None:
     sample_plain(torch.empty(2, 151936, dtype=dtype), *wishes)
 
 
+def compile_few_rows(dtype: torch.dtype, num_rows: int, hidden: int, intermediate: int) -> None:
+    """A product with all that can be fused with it, and one without."""
+    x = torch.empty(num_rows, hidden, dtype=dtype)
+    up = torch.empty(2 * intermediate, hidden, dtype=dtype)
+    down = torch.empty(hidden, intermediate, dtype=dtype)
+    gated, _ = add_norm_linear(x, x, x[0], 1e-6, up, None, gated=True)
+    linear(gated, down, x[0])
+
+
+QWEN3_06B, LLAMA3_8B = (1024, 3072), (4096, 14336)
+
+
 @dataclass(frozen=True)
 class Case:
     """One call, compiled for one capability. `main`: its kernels must not spill."""
@@ -262,6 +275,12 @@ def representative() -> Iterator[Case]:
     yield Case("forward pages of 256", 90, lambda: compile_forward("paged", BF16, 128, 256), True)
     for capability in (80, 90):
         yield Case("layers", capability, lambda: compile_layers(BF16), True)
+    for capability in (80, 90, 100, 120):
+        for rows in (1, 8):
+            few = partial(compile_few_rows, BF16, rows, *QWEN3_06B)
+            yield Case(f"products of {rows} rows", capability, few, True)
+    few = partial(compile_few_rows, BF16, 2, *LLAMA3_8B)
+    yield Case("products of 2 rows, wide", 90, few, True)
     yield Case("cache", 90, lambda: compile_cache(BF16, 128, 16), True)
     options = {"window_left": 64, "window_right": 8, "has_alibi": True, "softcap": 20.0}
     yield Case("forward options", 86, lambda: compile_forward("varlen", FP16, 80, **options))
@@ -274,6 +293,12 @@ def representative() -> Iterator[Case]:
 def every() -> Iterator[Case]:
     """Every row of the tables of tiles, with and without a mask."""
     yield from representative()
+    for capability in (80, 90, 100, 120):
+        for dtype in (FP16, BF16, FP32):
+            for rows in (1, 2, 4, 8):
+                for sizes in (QWEN3_06B, LLAMA3_8B):
+                    few = partial(compile_few_rows, dtype, rows, *sizes)
+                    yield Case(f"products of {rows} rows, {sizes} {dtype}", capability, few, True)
     for capability in (75, *CAPABILITIES):
         for dtype in (FP16, BF16, FP32):
             if capability == 75 and dtype == BF16:

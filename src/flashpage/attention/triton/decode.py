@@ -216,9 +216,9 @@ def _split_kernel(
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
-        # Set up while the kernel before this one ends; the next may be while this one runs.
-        gdc_wait()
+        # The next kernel may be set up while this one runs; it waits for its end.
         gdc_launch_dependents()
+        gdc_wait()
     # Heads vary fastest: programs that run together read neighbouring memory.
     pid = tl.program_id(0)
     kv_head = pid % num_kv_heads

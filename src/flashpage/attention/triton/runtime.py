@@ -59,17 +59,22 @@ def num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def overlap(device: torch.device) -> dict[str, Any]:
+    """The launch option of a kernel that may be set up while the one before it still runs.
+
+    Programmatic dependent launch, compute capability 9.0 and up. Such a kernel says at its start
+    that the next may come (`gdc_launch_dependents`), and waits (`gdc_wait`) before it reads what an
+    earlier kernel wrote, and before it writes anything: in every program, so that its end means
+    that all before it have ended.
+    """
+    return {"launch_pdl": True} if capability(device) >= 90 else {}
+
+
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Launches go to the tensors' device, whichever is current; its current stream is used."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(device)
-
-
-@cache
-def overlap(device: torch.device) -> dict[str, Any]:
-    """A kernel is set up while the one before it runs, where the hardware can."""
-    return {"launch_pdl": True} if capability(device) >= 90 else {}
 
 
 # ---------------------------------------------------------------------------------------------
