@@ -3,7 +3,8 @@
     python benchmarks/backward.py
 
 On a GPU: bfloat16, B x S = 16384, heads x head_dim = 2048, TFLOP/s at 2.5 times the forward's
-work. On a CPU: the shapes of SmolLM2-135M. Ratios are the first peer's time over ours.
+work; our own kinds of kernels also by name. On a CPU: the shapes of SmolLM2-135M. Ratios are a
+peer's time over ours: above 1, ours is faster.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from flashpage import flash_attn_func
 from harness import ON_GPU, finish, medians, print_table, randn, setup
-from peers import peers, works
+from peers import by_name, peers, print_ratios, works
 
 TOKENS, WIDTH = 16384, 2048
 
@@ -43,8 +44,7 @@ def measure(
         if works(lambda *a: backward_of(attention)(), *inputs, causal):  # noqa: B023
             contenders[peer] = backward_of(attention)
     tflops = {peer: flops / t / 1e12 for peer, t in medians(contenders).items()}
-    first = next(iter(others))
-    return {"case": name, "tflops": tflops, "ratio": tflops["flashpage"] / tflops[first]}
+    return {"case": name, "head_dim": inputs[0].shape[-1], "tflops": tflops}
 
 
 def cases() -> list[tuple[int, bool, int, int, tuple[int, int]]]:
@@ -68,13 +68,15 @@ def main() -> None:
         inputs = [randn(batch, seqlen, n, head_dim, dtype=dtype, grad=True) for n in (h, hk, hk)]
         flops = 2.5 * 4 * batch * h * seqlen**2 * head_dim / (2 if causal else 1)
         name = f"d {head_dim}, {'causal' if causal else 'full'}, S {seqlen}"
-        results.append(measure(name, inputs, causal, flops, others))
-    names = ["flashpage", *others]
+        ours_by_name = by_name("backward", head_dim=head_dim) if ON_GPU else {}
+        results.append(measure(name, inputs, causal, flops, others | ours_by_name))
+    names = list(dict.fromkeys(name for r in results for name in r["tflops"]))
     rows = []
     for r in results:
         rates = [f"{r['tflops'][n]:.3g}" if n in r["tflops"] else "-" for n in names]
-        rows.append((r["case"], *rates, f"{r['ratio']:.2f}"))
-    print_table(("TFLOP/s", *names, f"to {names[1]}"), rows)
+        rows.append((r["case"], *rates))
+    print_table(("TFLOP/s", *names), rows)
+    print_ratios(results)
     finish("backward", info, results)
 
 

@@ -6,13 +6,17 @@ A peer takes q, k, v `[batch, seqlen, heads, head_dim]` and gives out of q's sha
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from harness import ON_GPU
+from flashpage import flash_attn_func
+from flashpage.attention import dispatch
+from flashpage.attention.problem import Function
+from harness import ON_GPU, geometric_mean
 
 Attention = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 
@@ -66,6 +70,39 @@ def peers(*, backward: bool = False) -> dict[str, Attention]:
         except ImportError as error:
             print(f"{name} is not installed, so not measured: {error}")
     return found
+
+
+def by_name(function: Function, **options: Any) -> dict[str, Attention]:
+    """Our own kernels by the names of `flashpage.backends`, where this GPU has several kinds: those
+    that the rule of `dispatch` chooses from."""
+    found = {}
+    for name in ("hopper", "triton"):
+        with dispatch.only(name):
+            report = dispatch.backends("cuda", torch.bfloat16, **options)
+        if report.serving(function) == name:
+            found[name] = _named(name)
+    return found if len(found) > 1 else {}
+
+
+def _named(name: str) -> Attention:
+    def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        with dispatch.only(name):
+            return flash_attn_func(q, k, v, causal=causal)
+
+    return attention
+
+
+def print_ratios(results: list[dict[str, Any]]) -> None:
+    """flashpage's TFLOP/s over those of each other contender, by head_dim: geometric mean and the
+    worst cell."""
+    for head_dim in sorted({r["head_dim"] for r in results}):
+        cells = [r["tflops"] for r in results if r["head_dim"] == head_dim]
+        for name in dict.fromkeys(name for c in cells for name in c if name != "flashpage"):
+            ratios = [c["flashpage"] / c[name] for c in cells if name in c]
+            print(
+                f"d {head_dim}: {geometric_mean(ratios):.2f}x {name} in geometric mean of "
+                f"{len(ratios)}, at least {min(ratios):.2f}x"
+            )
 
 
 def works(attention: Attention, *args: Tensor | bool) -> bool:

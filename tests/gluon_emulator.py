@@ -33,8 +33,8 @@ class Deadlock(Exception):
 class _Block:
     """What the threads of the thread block that runs share."""
 
-    def __init__(self, program: int, num_programs: int) -> None:
-        self.program, self.num_programs = program, num_programs
+    def __init__(self, program: int, num_programs: int, num_warps: int) -> None:
+        self.program, self.num_programs, self.num_warps = program, num_programs, num_warps
         self.changed = threading.Condition()
         self.named: dict[int, list[int]] = {}
         """by index of a named barrier: arrivals, and how often it was completed"""
@@ -49,7 +49,9 @@ class _Block:
             raise Deadlock(what)
 
 
-_block = _Block(0, 0)
+_block = _Block(0, 0, 0)
+_partition = threading.local()
+"""threads: of the partition that this thread stands for"""
 
 
 # ---------------------------------------------------------------------------------------------
@@ -145,6 +147,10 @@ class _Descriptor:
         offsets, inside = self._box(coord)
         self.memory[offsets[inside]] = source.tensor[inside]
 
+    def add(self, coord: Sequence[Any], source: _Shared) -> None:
+        offsets, inside = self._box(coord)
+        self.memory[offsets[inside]] += source.tensor[inside]
+
 
 # ---------------------------------------------------------------------------------------------
 # Barriers
@@ -200,6 +206,11 @@ def _wait(barrier: _Barrier, parity: int) -> None:
     _block.wait_until(lambda: barrier.phase % 2 != parity, f"mbarrier, parity {parity}")
 
 
+def _release(barrier: _Barrier) -> None:
+    """Every thread of the partition arrives."""
+    barrier.arrive(_partition.threads)
+
+
 def _named_arrive(index: int, threads: int) -> int:
     with _block.changed:
         state = _block.named.setdefault(index, [0, 0])
@@ -251,7 +262,9 @@ def _warp_specialize(
     assert len(warps) == len(registers) == len(partitions) - 1
     block = _block
 
-    def run(function: Callable[..., None], args: tuple) -> None:
+    @torch.no_grad()
+    def run(function: Callable[..., None], args: tuple, num_threads: int) -> None:
+        _partition.threads = num_threads
         try:
             function(*args)
         except BaseException as fault:
@@ -259,7 +272,10 @@ def _warp_specialize(
                 block.fault = block.fault or fault
                 block.changed.notify_all()
 
-    threads = [threading.Thread(target=run, args=p, daemon=True) for p in partitions]
+    threads = [
+        threading.Thread(target=run, args=(*p, 32 * n), daemon=True)
+        for p, n in zip(partitions, (block.num_warps, *warps), strict=True)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -303,6 +319,7 @@ def _stand_ins() -> dict[str, types.ModuleType]:
         bfloat16=torch.bfloat16, float16=torch.float16, float32=torch.float32,
         int32=torch.int32, int64=torch.int64,
         SliceLayout=anything, BlockedLayout=anything, SwizzledSharedLayout=anything,
+        NVMMASharedLayout=types.SimpleNamespace(get_default_for=anything),
         NVMMADistributedLayout=anything, DotOperandLayout=anything,
         static_range=range,
         program_id=lambda axis: torch.tensor(_block.program, dtype=torch.int32),
@@ -333,6 +350,11 @@ def _stand_ins() -> dict[str, types.ModuleType]:
             async_copy_shared_to_global=lambda desc, coord, source: desc.write(coord, source),
             store_wait=anything,
         ),
+        async_copy=_module(
+            "async_copy",
+            async_copy_global_to_shared=lambda target, source: target.store(_load(source)),
+            mbarrier_arrive=lambda barrier, increment_count: _release(barrier),
+        ),
         warpgroup_mma=_mma,
         warpgroup_mma_wait=_mma_wait,
     )  # fmt: skip
@@ -340,11 +362,13 @@ def _stand_ins() -> dict[str, types.ModuleType]:
         "instructions",
         barrier_sync=_named_sync,
         barrier_arrive=_named_arrive,
-        release=lambda barrier: barrier.arrive(128),
+        release=_release,
         hold_here=lambda x: x,
         rescale_rows=lambda x, factor: x * factor[:, None],
         partial_sums=lambda x: x.reshape(x.shape[0], -1, 8).sum(1),
         scale_partial_sums=lambda x, factor: x * factor[:, None],
+        tma_add=lambda desc, coord, source: desc.add(coord, source),
+        keep_where=lambda x, distance, step: torch.where(distance >= 0, x, 0),
     )
     gluon = _module("gluon", jit=_jit, constexpr_function=_jit, language=language)
     return {
@@ -376,7 +400,7 @@ class Emulated:
         def launch(*args: Any, num_warps: int, **constants: Any) -> None:
             global _block
             for program in range(grid[0]):
-                _block = _Block(program, grid[0])
+                _block = _Block(program, grid[0], num_warps)
                 self.function(*map(_argument, args), **constants)
 
         return launch

@@ -77,7 +77,7 @@ class Backend(Protocol):
         """None if this backend can serve `function` of the problem, else the reason.
 
         A backend that can, but is slower than another there, gives that as a reason too, unless it
-        was asked for by name (`chosen_by_name`).
+        was asked for by name (`named`).
         """
 
     def but_for(self, problem: Problem, function: Function) -> str | None:
@@ -165,16 +165,24 @@ def only(*names: str) -> Iterator[None]:
     unknown = [name for name in names if name not in _BACKENDS]
     if unknown or not names:
         raise ArgumentError(f"names must be among {sorted(_BACKENDS)}, got {list(names)}")
+    with within(names):
+        yield
+
+
+def named() -> tuple[str, ...] | None:
+    """The names that `only` gave, None outside of it."""
+    return _named.get()
+
+
+@contextlib.contextmanager
+def within(names: tuple[str, ...] | None) -> Iterator[None]:
+    """As it was where `named()` gave these: autograd runs the backward in threads of its own, which
+    know nothing of the forward's context."""
     token = _named.set(names)
     try:
         yield
     finally:
         _named.reset(token)
-
-
-def chosen_by_name() -> bool:
-    """Whether `only` is in force."""
-    return _named.get() is not None
 
 
 @lru_cache(maxsize=4096)

@@ -242,6 +242,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     )
     ctx.scalars = scalars[:-1]  # all but return_s_dmask
     ctx.paged = block_table is not None
+    ctx.named = dispatch.named()
     ctx.mark_non_differentiable(s_dmask)
     # An unused LSE then arrives as None, and costs nothing.
     ctx.set_materialize_grads(False)
@@ -263,9 +264,10 @@ def _forward_backward(
         dout = torch.zeros_like(out)
     elif dout.stride(-1) != 1:
         dout = dout.contiguous()
-    grads = torch.ops.flashpage.backward(
-        dout, dlse, q, k, v, out, softmax_lse, *tensors, *ctx.scalars
-    )
+    with dispatch.within(ctx.named):
+        grads = torch.ops.flashpage.backward(
+            dout, dlse, q, k, v, out, softmax_lse, *tensors, *ctx.scalars
+        )
     return *grads, *nothing
 
 

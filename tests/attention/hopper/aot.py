@@ -25,7 +25,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
 from aot import SHARED_KB, TOOLS, _inputs, _problem, compiling_for
 
-from flashpage.attention.hopper import forward as hopper
+from flashpage.attention.hopper.backward import backward
+from flashpage.attention.hopper.backward_kernel import backward_kernel
+from flashpage.attention.hopper.forward import forward
 from flashpage.attention.hopper.forward_kernel import forward_kernel
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -33,9 +35,10 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 @dataclass(frozen=True)
 class Case:
-    """One forward call."""
+    """One call."""
 
     name: str
+    """of a backward, it begins so"""
     layout: str
     head_dim: int
     dtype: torch.dtype = BF16
@@ -52,10 +55,11 @@ SOFTCAP = {"softcap": 20.0}
 
 def representative() -> Iterator[Case]:
     yield Case("causal d 64", "dense", 64, options=CAUSAL, spills=128)
-    yield Case("causal d 128", "dense", 128, options=CAUSAL)
     yield Case("causal d 256", "dense", 256, options=CAUSAL)
     yield Case("varlen causal d 96", "varlen", 96, FP16, options=CAUSAL)
     yield Case("pages of 16 causal d 128", "paged", 128, block_size=16, options=CAUSAL)
+    yield Case("backward causal d 128", "dense", 128, options=CAUSAL, spills=32)
+    yield Case("backward varlen d 64", "varlen", 64, FP16, spills=96)
 
 
 def every() -> Iterator[Case]:
@@ -65,15 +69,24 @@ def every() -> Iterator[Case]:
             for layout, page in (("dense", 0), ("varlen", 0), ("paged", 16), ("paged", 256)):
                 name = f"{layout} {page or ''} {mask} d {d}"
                 yield Case(name, layout, d, BF16, page, options, spills=256)
+                if d <= 128 and not page:
+                    for more in ({}, {"deterministic": True}):
+                        name = f"backward {layout} {mask} d {d} {'deterministic' if more else ''}"
+                        yield Case(name, layout, d, BF16, 0, {**options, **more}, spills=128)
 
 
 def compile_case(case: Case) -> Any:
     """The compiled kernel of a case; nothing is launched."""
     problem = _problem(case.layout, case.dtype, case.head_dim, **case.options)
     x = _inputs(case.layout, case.dtype, case.head_dim, case.block_size, problem)
+    kernel = backward_kernel if case.name.startswith("backward") else forward_kernel
     with compiling_for(90):
-        hopper.forward(problem, x)
-    return list(forward_kernel.device_caches[90][0].values())[-1]
+        if kernel is forward_kernel:
+            forward(problem, x)
+        else:
+            lse = torch.zeros(*x.q.shape[:-3], *x.q.shape[-2:-4:-1])
+            backward(problem, x, torch.empty_like(x.q), None, torch.empty_like(x.q), lse)
+    return list(kernel.device_caches[90][0].values())[-1]
 
 
 def judge(ptx: str) -> tuple[int, int, list[str]]:

@@ -41,7 +41,9 @@ def serves(head_dim, batch, seqlen_q, seqlen_k, heads, cu=None, multiprocessors=
     q = torch.empty(*shape, heads, head_dim, device="meta")
     lengths = None if cu is None else torch.empty(batch + 1, device="meta")
     x = AttentionInputs(q, q, q, lengths, lengths, None, None, None, seqlen_q, seqlen_k)
-    return rule.why_slower(problem) is None and not rule.slower_here(problem, x, multiprocessors)
+    return rule.why_slower(problem, "forward") is None and not rule.slower_here(
+        problem, x, multiprocessors
+    )
 
 
 @pytest.mark.parametrize("layout", ["dense", "varlen"])

@@ -14,7 +14,8 @@ from flashpage.attention.triton.backend import TritonBackend
 
 
 class HopperBackend:
-    """Forward attention in 16 bits on a GPU of compute capability 9.0, where it is the faster one.
+    """Attention in 16 bits on a GPU of compute capability 9.0: the forward where it is the faster
+    one, the backward by name.
 
     The accelerator that fetches tiles has rules for addresses that a `Problem` does not show
     (16-byte alignment, no expanded dimensions, pages of a multiple of 8 tokens); tensors that
@@ -34,11 +35,11 @@ class HopperBackend:
             return "serves compute capability 9.0 (Hopper)"
         if reason := why_not_problem(problem, function):
             return reason
-        return None if dispatch.chosen_by_name() else rule.why_slower(problem)
+        return None if dispatch.named() else rule.why_slower(problem, function)
 
     def but_for(self, problem: Problem, function: Function) -> str | None:
         odd = "tensors or pages that are not aligned"
-        if dispatch.chosen_by_name():
+        if dispatch.named():
             return odd
         return (
             f"fewer than {rule.fewest_keys(problem)} keys, fewer than {rule.FEWEST} rows a "
@@ -50,7 +51,7 @@ class HopperBackend:
     ) -> tuple[Tensor, Tensor, Tensor]:
         from flashpage.attention.hopper.forward import addressable, forward
 
-        slower = not dispatch.chosen_by_name() and rule.slower_here(
+        slower = not dispatch.named() and rule.slower_here(
             problem, inputs, runtime.num_multiprocessors(inputs.q.device)
         )
         if slower or not addressable(inputs):
@@ -66,7 +67,12 @@ class HopperBackend:
         out: Tensor,
         softmax_lse: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        raise AssertionError("not served: see why_not")
+        from flashpage.attention.hopper.backward import backward
+        from flashpage.attention.hopper.forward import addressable
+
+        if not addressable(inputs):
+            return TritonBackend().backward(problem, inputs, dout, dlse, out, softmax_lse)
+        return backward(problem, inputs, dout, dlse, out, softmax_lse)
 
     def decode(self, problem: Problem, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
         raise AssertionError("not served: see why_not")
@@ -74,12 +80,16 @@ class HopperBackend:
 
 def why_not_problem(problem: Problem, function: Function) -> str | None:
     """What the kernels do not serve on any GPU."""
-    if function != "forward":
-        return "serves forward only"
+    if function == "decode":
+        return "has no decode"
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"serves float16 and bfloat16, not {problem.dtype}"
     if problem.head_dim % 8:
         return f"serves head_dim of a multiple of 8, not {problem.head_dim}"
+    if function == "backward" and problem.head_dim > 128:
+        return f"serves head_dim up to 128 in the backward, not {problem.head_dim}"
+    if function == "backward" and problem.layout == "paged":
+        return "attention over pages has no backward"
     if problem.has_alibi:
         return "has no ALiBi"
     if problem.dropout_p > 0.0:

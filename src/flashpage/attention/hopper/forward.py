@@ -5,24 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache
 from math import gcd
-from typing import Any
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashpage.attention.dispatch import AttentionInputs
+from flashpage.attention.hopper.descriptors import descriptor, fits, ragged_descriptor
 from flashpage.attention.hopper.forward_kernel import forward_kernel
-from flashpage.attention.hopper.forward_producer import RAGGED_ROWS
 from flashpage.attention.problem import Problem
 from flashpage.attention.triton import runtime
 from flashpage.attention.triton.arguments import as_batch, cdiv, next_power_of_2, raw_scores, window
 
 L2_BYTES = 32 * 2**20
 """K and V of the heads that run side by side should stay in the second-level cache."""
-RAGGED_SLICES = 0x7FFF0000
-"""Lengths of the two leading dimensions of a ragged descriptor: beyond every row."""
 
 
 @dataclass(frozen=True)
@@ -51,15 +46,10 @@ def forward_tiles(block_d: int) -> Tiles:
     return Tiles(consumers=2, block_n=64, stages=2, out_in_q=True)
 
 
-# ---------------------------------------------------------------------------------------------
-# Descriptors
-# ---------------------------------------------------------------------------------------------
-
-
 def addressable(x: AttentionInputs) -> bool:
     """The tensor memory accelerator can fetch these tensors as the kernel asks for them."""
     tensors = (x.q, x.k, x.v)
-    if any(t.numel() > 0 and not _fits(t) for t in tensors):
+    if any(t.numel() > 0 and not fits(t) for t in tensors):
         return False
     if x.block_table is None:
         return True
@@ -68,55 +58,6 @@ def addressable(x: AttentionInputs) -> bool:
     return block_size % 8 == 0 and all(
         t.shape[0] == 1 or t.stride(0) == block_size * t.stride(1) for t in (x.k, x.v)
     )
-
-
-def _fits(x: Tensor) -> bool:
-    if x.data_ptr() % 16 or x.stride(-1) != 1:
-        return False
-    return all(
-        size == 1 or (stride % 8 == 0 and 0 < stride < 2**33)
-        for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)
-    )
-
-
-class _Descriptor(TensorDescriptor):
-    """Without its checks, which take longer than the launch: `addressable` made them."""
-
-    def __post_init__(self) -> None:
-        pass
-
-
-@cache
-def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    element = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}[dtype]
-    return gl.NVMMASharedLayout.get_default_for(list(block), element)
-
-
-def _strides(x: Tensor) -> list[int]:
-    """Those of torch; a dimension of size 1 has any stride there, and here one that is allowed."""
-    return [s if n > 1 else 8 for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
-
-
-def _descriptor(x: Tensor, rows: int, block_d: int, layout_rows: int | None = None) -> Any:
-    """Of a batch `[batch, seqlen, heads, head_dim]`, fetched `rows` rows at a time.
-
-    The layout in shared memory is that of `layout_rows` rows, where several copies make a tile.
-    """
-    layout = _layout((1, layout_rows or rows, 1, block_d), x.dtype)
-    return _Descriptor(x, list(x.shape), [*_strides(x), 1], [1, rows, 1, block_d], layout)
-
-
-def _ragged_descriptor(x: Tensor, rows: int, block_d: int, layout_rows: int | None = None) -> Any:
-    """Of flat tokens `[total, heads, head_dim]`: see `forward_producer`."""
-    row, head = _strides(x)
-    shape = [RAGGED_SLICES, RAGGED_SLICES, RAGGED_ROWS.value, *x.shape[1:]]
-    layout = _layout((1, 1, layout_rows or rows, 1, block_d), x.dtype)
-    return _Descriptor(x, shape, [2**34 - row, row, row, head, 1], [1, 1, rows, 1, block_d], layout)
-
-
-# ---------------------------------------------------------------------------------------------
-# Launching
-# ---------------------------------------------------------------------------------------------
 
 
 def forward(problem: Problem, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
@@ -161,13 +102,13 @@ def launch(
         seqlen_q = x.q.shape[0]
         num_tiles_m, num_heads = seqlen_q // block_m + batch + 1, problem.num_q_heads
         k, v = (t.flatten(0, 1) if page else t for t in (x.k, x.v))
-        q_desc, o_desc = (_ragged_descriptor(t, 64, block_d) for t in (x.q, out))
-        k_desc, v_desc = (_ragged_descriptor(t, chunk, block_d, tiles.block_n) for t in (k, v))
+        q_desc, o_desc = (ragged_descriptor(t, 64, block_d) for t in (x.q, out))
+        k_desc, v_desc = (ragged_descriptor(t, chunk, block_d, tiles.block_n) for t in (k, v))
     else:
         batch, seqlen_q = x.q.shape[:2]
         num_tiles_m, num_heads = cdiv(seqlen_q, block_m), batch * problem.num_q_heads
-        q_desc, o_desc = (_descriptor(t, 64, block_d) for t in (x.q, out))
-        k_desc, v_desc = (_descriptor(t, tiles.block_n, block_d) for t in (x.k, x.v))
+        q_desc, o_desc = (descriptor(t, 64, block_d) for t in (x.q, out))
+        k_desc, v_desc = (descriptor(t, tiles.block_n, block_d) for t in (x.k, x.v))
     group_heads = problem.group_size
     if problem.window_right >= 0:
         kv_bytes = max(1, 2 * x.max_seqlen_k * block_d * x.q.element_size())

@@ -18,7 +18,7 @@ RAGGED_ROWS = gl.constexpr(2**30)
 
 
 @gluon.jit
-def _fetch(desc, entry, first, length, row, head, barrier, target, RAGGED: gl.constexpr):
+def fetch(desc, entry, first, length, row, head, barrier, target, RAGGED: gl.constexpr):
     """Copy the rows from `row` on of a sequence that has `length` rows from `first` on."""
     if RAGGED:
         tma.async_copy_global_to_shared(
@@ -56,12 +56,12 @@ def _fetch_keys(
             key = n + c * CHUNK
             row = key % PAGE
             length = gl.minimum(gl.maximum(len_k - (key - row), 0), PAGE)
-            _fetch(
+            fetch(
                 desc, sequence, page * PAGE, length, row, kv_head, barrier,
                 smem.slice(c * CHUNK, CHUNK, 2), RAGGED,
             )  # fmt: skip
     else:
-        _fetch(desc, sequence, first_k, len_k, n, kv_head, barrier, smem, RAGGED)
+        fetch(desc, sequence, first_k, len_k, n, kv_head, barrier, smem, RAGGED)
 
 
 @gluon.jit
@@ -120,7 +120,7 @@ def producer(
             for w in gl.static_range(CONSUMERS):
                 mbarrier.wait(q_empty.index(w), (tiles_done & 1) ^ 1)
                 mbarrier.expect(q_full.index(w), 64 * BLOCK_D * 2)
-                _fetch(
+                fetch(
                     q_desc, sequence, first_q, len_q, row_lo + w * 64, head, q_full.index(w),
                     q_s.index(w), VARLEN,
                 )  # fmt: skip

@@ -9,7 +9,7 @@ LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
-def _tanh(x):
+def tanh(x):
     """Accurate relative to the result also near 0, where 1 - exp(-2|x|) cancels."""
     x2 = x * x
     near = x * (1.0 + x2 * (-1.0 / 3 + x2 * (2.0 / 15 + x2 * (-17.0 / 315 + x2 * (62.0 / 2835)))))
@@ -36,7 +36,7 @@ def softmax(
     else:
         s = s * softmax_scale
         if HAS_SOFTCAP:
-            s = softcap * _tanh(s / softcap)
+            s = softcap * tanh(s / softcap)
         s = s * LOG2E
     if MASK:
         diff = len_k - len_q

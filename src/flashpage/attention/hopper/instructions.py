@@ -1,11 +1,14 @@
 """Single instructions that Gluon has no word for: named barriers, quiet arrivals, a rescale that a
-warp can jump over. `forward_kernel` is written in these and in Gluon; nothing here knows attention.
+warp can jump over, a mask by immediates, sums in global memory. The kernels are written in these
+and in Gluon; nothing here knows attention.
 """
 
 from __future__ import annotations
 
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
 
@@ -97,3 +100,45 @@ def scale_partial_sums(x, factor):
     """`x * factor[:, None]` for x as from `partial_sums`."""
     layout: gl.constexpr = gl.SliceLayout(1, x.type.layout)
     return x * gl.convert_layout(factor, layout, assert_trivial=True)[:, None]
+
+
+@builtin
+def tma_add(desc, coord, source, _semantic=None):
+    """Add a tile in shared memory to one in global memory, asynchronously, as a store by `tma`."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+    _semantic.builder.create_async_tma_reduce(kind, desc.handle, coord, source.handle)
+
+
+@gluon.constexpr_function
+def _keep(n, step):
+    """$0... are the results, tied to x; from $2n on the distances. A thread's elements are two of a
+    row, two of the row 8 further down, then those 8 columns on."""
+    select = []
+    for i in range(n):
+        column, distance = 8 * (i >> 2) + (i & 1), 2 * n + (i & 2)
+        select.append(f"setp.ge.s32 q, ${distance}, {-step * column};")
+        select.append(f"selp.f32 ${i}, ${i}, 0f00000000, q;")
+    return f"{{ .reg .pred q; {' '.join(select)} }}"
+
+
+@gluon.constexpr_function
+def _keep_operands(n):
+    return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["r"] * n)
+
+
+@gluon.jit
+def keep_where(x, distance, STEP: gl.constexpr):
+    """x where distance >= 0, else 0. From one column to the next distance grows by STEP: of a row
+    only its first element of each thread is looked at, the others are never computed. (An ordinary
+    `where` would hold all of them in registers.) For an accumulator whose warps lie along rows.
+    """
+    N: gl.constexpr = x.shape[1] // 2
+    return gl.inline_asm_elementwise(
+        _keep(N, STEP),
+        _keep_operands(N),
+        [x, distance],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=N,
+    )

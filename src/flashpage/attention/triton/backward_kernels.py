@@ -45,7 +45,7 @@ def _place(num_blocks, num_lanes, BLOCKS_OUTER: tl.constexpr):
 
 
 @triton.jit
-def _find_sequence(cu_seqlens, block, num_sequences, BLOCK: tl.constexpr):
+def find_sequence(cu_seqlens, block, num_sequences, BLOCK: tl.constexpr):
     """`(sequence, block within it)` of a varlen block.
 
     Sequence i has the blocks from `cu_seqlens[i] // BLOCK + i` on, which hold its rows and are at
@@ -62,7 +62,7 @@ def _find_sequence(cu_seqlens, block, num_sequences, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _rows_of(cu_seqlens, sequence, num_sequences, total):
+def rows_of(cu_seqlens, sequence, num_sequences, total):
     """`(first, length)` of a varlen sequence; the last one is the tail, up to `total`."""
     first = tl.load(cu_seqlens + sequence)
     is_tail = sequence == num_sequences - 1
@@ -235,9 +235,9 @@ def dq_kernel(
         block = num_blocks - 1 - block
     head = lane % num_q_heads
     if VARLEN:
-        sequence, block = _find_sequence(cu_seqlens_q, block, num_sequences, BLOCK_M)
-        first, len_q = _rows_of(cu_seqlens_q, sequence, num_sequences, seqlen_q)
-        first_k, len_k = _rows_of(cu_seqlens_k, sequence, num_sequences, seqlen_k)
+        sequence, block = find_sequence(cu_seqlens_q, block, num_sequences, BLOCK_M)
+        first, len_q = rows_of(cu_seqlens_q, sequence, num_sequences, seqlen_q)
+        first_k, len_k = rows_of(cu_seqlens_k, sequence, num_sequences, seqlen_k)
         len_k = tl.where(sequence == num_sequences - 1, 0, len_k)
         entry = sequence * 0
         if block * BLOCK_M >= len_q:
@@ -342,9 +342,9 @@ def dkdv_kernel(
     num_kv_heads = num_q_heads // group_size
     kv_head = lane % num_kv_heads
     if VARLEN:
-        sequence, block = _find_sequence(cu_seqlens_k, block, num_sequences, BLOCK_N)
-        first, len_q = _rows_of(cu_seqlens_q, sequence, num_sequences, seqlen_q)
-        first_k, len_k = _rows_of(cu_seqlens_k, sequence, num_sequences, seqlen_k)
+        sequence, block = find_sequence(cu_seqlens_k, block, num_sequences, BLOCK_N)
+        first, len_q = rows_of(cu_seqlens_q, sequence, num_sequences, seqlen_q)
+        first_k, len_k = rows_of(cu_seqlens_k, sequence, num_sequences, seqlen_k)
         len_q = tl.where(sequence == num_sequences - 1, 0, len_q)
         entry = sequence * 0
         if block * BLOCK_N >= len_k:

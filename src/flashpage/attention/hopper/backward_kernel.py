@@ -1,0 +1,500 @@
+"""The backward kernel for Hopper: dK and dV of a block of keys, and its share of dQ.
+
+A thread block owns 128 keys of one kv head and walks the query rows of all heads that share them.
+One warp fetches tiles of Q and dO, two warpgroups compute, 64 keys each:
+
+    S^T = K Q^T, dP^T = V dO^T, P^T = exp2(S^T - LSE), dS^T = P^T (dP^T - delta),
+    dV += P^T dO, dK += dS^T Q, dQ = dS K,
+
+with P^T and dS^T on the left from registers, and dS through shared memory. A third warp has the
+tensor memory accelerator add dQ to float32 sums in global memory, block by block in whatever order
+they come: dQ is not bitwise repeatable, dK and dV are. `backward_rows` prepares LSE, delta and the
+sums before, and rounds dQ after. RAGGED descriptors: see `forward_producer`.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from flashpage.attention.hopper.forward_producer import RAGGED_ROWS, fetch
+from flashpage.attention.hopper.forward_softmax import LOG2E, tanh
+from flashpage.attention.hopper.instructions import keep_where, release, tma_add
+
+BLOCK_N = gl.constexpr(128)
+"""Keys of a thread block."""
+
+
+# ---------------------------------------------------------------------------------------------
+# Which keys, which rows
+# ---------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _find_keys(
+    num_tiles_n, num_heads, group_heads, num_kv_heads, batch, seqlen_q, seqlen_k,
+    cu_q_ptr, cu_k_ptr, BLOCK_M: gl.constexpr, VARLEN: gl.constexpr,
+):  # fmt: skip
+    """`(col_lo, sequence, kv_head, first_q, len_q, first_k, len_k, first_tile)` of this program.
+
+    `group_heads` kv heads run side by side, low keys first: with a causal mask they have the most
+    rows. VARLEN: num_heads are the kv heads of one sequence, and blocks of keys of all sequences
+    lie end to end, as tiles of rows do (`forward_work.find_tile`); `first_tile` is the sequence's
+    first tile of rows. After the last sequence comes one without queries: the keys of none.
+    """
+    per_group = num_tiles_n * group_heads
+    group = gl.program_id(0) // per_group
+    num_here = gl.minimum(group_heads, num_heads - group * group_heads)
+    within = gl.program_id(0) % per_group
+    tile_n = within // num_here
+    head = group * group_heads + within % num_here
+    if VARLEN:
+        sequence = tile_n * 0
+        last = batch
+        while sequence < last:
+            middle = (sequence + last + 1) // 2
+            if gl.load(cu_k_ptr + middle) // BLOCK_N + middle <= tile_n:
+                sequence = middle
+            else:
+                last = middle - 1
+        is_tail = sequence == batch
+        after = gl.minimum(sequence + 1, batch)
+        first_k = gl.load(cu_k_ptr + sequence)
+        len_k = gl.where(is_tail, seqlen_k, gl.load(cu_k_ptr + after)) - first_k
+        first_q = gl.load(cu_q_ptr + sequence)
+        len_q = gl.where(is_tail, 0, gl.load(cu_q_ptr + after) - first_q)
+        col_lo = (tile_n - (first_k // BLOCK_N + sequence)) * BLOCK_N
+        first_tile = first_q // BLOCK_M + sequence
+    else:
+        sequence = head // num_kv_heads
+        head = head % num_kv_heads
+        first_q = tile_n * 0
+        first_k = tile_n * 0
+        len_q = seqlen_q
+        len_k = seqlen_k
+        col_lo = tile_n * BLOCK_N
+        first_tile = tile_n * 0
+    return col_lo, sequence, head, first_q, len_q, first_k, len_k, first_tile
+
+
+@gluon.jit
+def _row_tiles(
+    col_lo, len_q, len_k, window_left, window_right,
+    BLOCK_M: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+):  # fmt: skip
+    """Tiles of rows that see a key of this block, `(lo, full, hi)`: those from `full` on need no
+    mask. With a left edge, and at the end of the keys, all are masked."""
+    diff = len_k - len_q
+    hi = (len_q + BLOCK_M - 1) // BLOCK_M
+    lo = hi * 0
+    full = hi * 0
+    if HAS_RIGHT:
+        first_seen = col_lo - diff - window_right
+        lo = gl.maximum(first_seen, 0) // BLOCK_M
+        full = (gl.maximum(first_seen + BLOCK_N - 1, 0) + BLOCK_M - 1) // BLOCK_M
+    if HAS_LEFT:
+        end = gl.maximum(col_lo + BLOCK_N - diff + window_left, 0)
+        hi = gl.minimum(hi, (end + BLOCK_M - 1) // BLOCK_M)
+        full = hi
+    full = gl.where(col_lo + BLOCK_N > len_k, hi, full)
+    lo = gl.minimum(lo, hi)
+    full = gl.minimum(gl.maximum(full, lo), hi)
+    return lo, full, hi
+
+
+@gluon.jit
+def _lane(sequence, head, first_tile, num_q_heads, num_tiles_m, VARLEN: gl.constexpr):
+    """The number of a sequence's and head's first tile of rows among all: sums of dQ, LSE and delta
+    lie in such tiles."""
+    if VARLEN:
+        lane = head
+    else:
+        lane = sequence * num_q_heads + head
+    return lane * num_tiles_m + first_tile
+
+
+# ---------------------------------------------------------------------------------------------
+# The warps that fetch and add
+# ---------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _producer(
+    q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr,
+    col_lo, sequence, kv_head, first_q, len_q, first_k, len_k, first_tile, lo, hi,
+    num_q_heads, group_size, num_tiles_m, q_s, k_s, v_s, do_s, lse_s, delta_s,
+    k_full, v_full, q_full, q_empty, do_full, do_empty,
+    BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, VARLEN: gl.constexpr,
+):  # fmt: skip
+    """Keep Q, dO, LSE and delta coming. One warp."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0])
+    rows = gl.arange(0, BLOCK_M, LAYOUT)
+    mbarrier.expect(k_full, BLOCK_N * BLOCK_D * 2)
+    fetch(k_desc, sequence, first_k, len_k, col_lo, kv_head, k_full, k_s, VARLEN)
+    done = 0
+    for member in range(group_size):
+        head = kv_head * group_size + member
+        tile = _lane(sequence, head, first_tile, num_q_heads, num_tiles_m, VARLEN)
+        for m in range(lo, hi):
+            stage = done % STAGES
+            phase = (done // STAGES) & 1
+            stats = (tile + m).to(gl.int64) * BLOCK_M + rows
+            mbarrier.wait(q_empty.index(stage), phase ^ 1)
+            mbarrier.expect(q_full.index(stage), BLOCK_M * BLOCK_D * 2)
+            fetch(
+                q_desc, sequence, first_q, len_q, m * BLOCK_M, head, q_full.index(stage),
+                q_s.index(stage), VARLEN,
+            )  # fmt: skip
+            async_copy.async_copy_global_to_shared(lse_s.index(stage), lse_ptr + stats)
+            async_copy.mbarrier_arrive(q_full.index(stage), increment_count=False)
+            if done == 0:
+                mbarrier.expect(v_full, BLOCK_N * BLOCK_D * 2)
+                fetch(v_desc, sequence, first_k, len_k, col_lo, kv_head, v_full, v_s, VARLEN)
+            mbarrier.wait(do_empty.index(stage), phase ^ 1)
+            mbarrier.expect(do_full.index(stage), BLOCK_M * BLOCK_D * 2)
+            fetch(
+                dout_desc, sequence, first_q, len_q, m * BLOCK_M, head, do_full.index(stage),
+                do_s.index(stage), VARLEN,
+            )  # fmt: skip
+            async_copy.async_copy_global_to_shared(delta_s.index(stage), delta_ptr + stats)
+            async_copy.mbarrier_arrive(do_full.index(stage), increment_count=False)
+            done += 1
+
+
+@gluon.jit
+def _adder(
+    dq_desc, sequence, kv_head, first_tile, lo, hi, num_q_heads, group_size, num_tiles_m,
+    dq_s, dq_full, dq_empty, VARLEN: gl.constexpr,
+):  # fmt: skip
+    """Have each finished tile of dQ added to the sums in global memory. One warp."""
+    done = 0
+    for member in range(group_size):
+        head = kv_head * group_size + member
+        tile = _lane(sequence, head, first_tile, num_q_heads, num_tiles_m, VARLEN)
+        for m in range(lo, hi):
+            mbarrier.wait(dq_full, done & 1)
+            tma_add(dq_desc, [tile + m, 0, 0], dq_s)
+            tma.store_wait(0)
+            mbarrier.arrive(dq_empty, count=1)
+            done += 1
+
+
+# ---------------------------------------------------------------------------------------------
+# The warpgroups that compute
+# ---------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _in_register_order(dq, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr):
+    """dQ as a tile `[BLOCK_M * BLOCK_D / 128, 128]` in which each thread's registers lie side by
+    side: nothing is moved, and stores to shared memory have no bank conflicts. `backward_rows` has
+    the way back."""
+    ROWS: gl.constexpr = BLOCK_M // 16
+    COLUMNS: gl.constexpr = 8 // ROWS
+    parts = dq.reshape([ROWS, 2, 8, COLUMNS, BLOCK_D // 8 // COLUMNS, 4, 2])
+    return parts.permute((3, 0, 4, 2, 5, 1, 6)).reshape([BLOCK_M * BLOCK_D // 128, 128])
+
+
+@gluon.jit
+def _hide(
+    p, row, col_lo, len_q, len_k, window_left, window_right,
+    BLOCK_M: gl.constexpr, S_LAYOUT: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+):  # fmt: skip
+    """p `[keys, rows]`, zero where the row does not see the key."""
+    diff = len_k - len_q
+    cols = col_lo + gl.arange(0, BLOCK_N, gl.SliceLayout(1, S_LAYOUT))
+    rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(0, S_LAYOUT))
+    exists = cols < len_k
+    if HAS_RIGHT:
+        first = gl.where(exists, cols - (diff + window_right), 2**30)
+        p = keep_where(p, rows[None, :] - first[:, None], 1)
+    else:
+        kept = gl.where(exists, 0, -1)
+        p = keep_where(p, kept[:, None].broadcast_to(p.shape), 0)
+    if HAS_LEFT:
+        last = cols + (window_left - diff)
+        p = keep_where(p, last[:, None] - rows[None, :], -1)
+    return p
+
+
+@gluon.jit
+def _step(
+    done, row, dk, dv, k, v, q_s, do_s, lse_s, delta_s, ds_s, dq_s,
+    q_full, q_empty, do_full, do_empty, dq_full, dq_empty,
+    col_lo, len_q, len_k, softmax_scale, softcap, window_left, window_right,
+    BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr,
+    Q_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, MASK: gl.constexpr, HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_DQ: gl.constexpr,
+):  # fmt: skip
+    """One tile of rows."""
+    # With 128 rows P and LSE take twice the registers, so that less can be under way at a time.
+    WIDE: gl.constexpr = BLOCK_M == 128
+    stage = done % STAGES
+    phase = (done // STAGES) & 1
+    q = q_s.index(stage).reshape([BLOCK_M, BLOCK_D])
+    do = do_s.index(stage).reshape([BLOCK_M, BLOCK_D])
+    zeros = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, S_LAYOUT)
+    mbarrier.wait(q_full.index(stage), phase)
+    s = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    mbarrier.wait(do_full.index(stage), phase)
+    dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if not WIDE:
+        lse = lse_s.index(stage).load(gl.SliceLayout(0, S_LAYOUT))
+    s = warpgroup_mma_wait(1, deps=[s])
+    if WIDE:
+        lse = lse_s.index(stage).load(gl.SliceLayout(0, S_LAYOUT))
+    if HAS_SOFTCAP:
+        t = tanh(s * (softmax_scale / softcap))
+        p = gl.exp2(t * (softcap * LOG2E) - lse[None, :])
+    else:
+        p = gl.exp2(s * (softmax_scale * LOG2E) - lse[None, :])
+    if MASK:
+        p = _hide(
+            p, row, col_lo, len_q, len_k, window_left, window_right, BLOCK_M, S_LAYOUT, HAS_LEFT,
+            HAS_RIGHT,
+        )  # fmt: skip
+    low_p = gl.convert_layout(p.to(k.dtype), P_LAYOUT)
+    if HAS_SOFTCAP:
+        p = p * (1.0 - t * t)
+    dv = warpgroup_mma(low_p, do, dv, is_async=True)
+    if WIDE:
+        dp, dv, low_p = warpgroup_mma_wait(0, deps=[dp, dv, low_p])
+    else:
+        dp = warpgroup_mma_wait(1, deps=[dp])
+    delta = delta_s.index(stage).load(gl.SliceLayout(0, S_LAYOUT))
+    ds = (p * (dp - delta[None, :])).to(k.dtype)
+    low_ds = gl.convert_layout(ds, P_LAYOUT)
+    if HAS_DQ:
+        ds_s.store(ds)
+        fence_async_shared()
+        no_dq = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, Q_LAYOUT)
+        dq = warpgroup_mma(ds_s.permute((1, 0)), k, no_dq, use_acc=False, is_async=True)
+        dk = warpgroup_mma(low_ds, q, dk, is_async=True)
+        if WIDE:
+            dq = warpgroup_mma_wait(1, deps=[dq])
+        else:
+            dq, dv, low_p = warpgroup_mma_wait(1, deps=[dq, dv, low_p])
+        release(do_empty.index(stage))
+        mbarrier.wait(dq_empty, (done & 1) ^ 1)
+        sums = _in_register_order(dq, BLOCK_M, BLOCK_D)
+        dq_s.reshape([BLOCK_M * BLOCK_D // 128, 128]).store(sums)
+        fence_async_shared()
+        release(dq_full)
+        dk, low_ds = warpgroup_mma_wait(0, deps=[dk, low_ds])
+    else:
+        dk = warpgroup_mma(low_ds, q, dk, is_async=True)
+        if not WIDE:
+            dv, low_p = warpgroup_mma_wait(1, deps=[dv, low_p])
+        release(do_empty.index(stage))
+        dk, low_ds = warpgroup_mma_wait(0, deps=[dk, low_ds])
+    release(q_empty.index(stage))
+    return done + 1, dk, dv
+
+
+@gluon.jit
+def _send(
+    desc, smem, x, entry, first, length, row, head, BLOCK_D: gl.constexpr, RAGGED: gl.constexpr
+):
+    """Rows of dK or dV, through shared memory; those from `length` on are not written."""
+    smem.reshape([BLOCK_N, BLOCK_D]).store(x.to(desc.dtype))
+    fence_async_shared()
+    if RAGGED:
+        tma.async_copy_shared_to_global(
+            desc, [RAGGED_ROWS, first + length, RAGGED_ROWS - length + row, head, 0], smem
+        )
+    else:
+        tma.async_copy_shared_to_global(desc, [entry, row, head, 0], smem)
+
+
+@gluon.jit
+def _consumer(
+    dk_desc, dv_desc, col_lo, sequence, kv_head, len_q, first_k, len_k, lo, full, hi, group_size,
+    softmax_scale, softcap, window_left, window_right,
+    q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, dq_s,
+    k_full, v_full, q_full, q_empty, do_full, do_empty, dq_full, dq_empty,
+    BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, VARLEN: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+    HAS_DQ: gl.constexpr,
+):  # fmt: skip
+    """All products. Two warpgroups, of 64 keys each; dQ of 64 rows they share by columns."""
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BLOCK_M, 16])
+    D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BLOCK_D, 16])
+    Q_LAYOUT: gl.constexpr = (
+        gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BLOCK_D // 2, 16])
+        if BLOCK_M == 64
+        else D_LAYOUT
+    )  # fmt: skip
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, D_LAYOUT, 2)
+    k = k_s.reshape([BLOCK_N, BLOCK_D])
+    v = v_s.reshape([BLOCK_N, BLOCK_D])
+    dk = gl.zeros([BLOCK_N, BLOCK_D], gl.float32, D_LAYOUT)
+    dv = gl.zeros([BLOCK_N, BLOCK_D], gl.float32, D_LAYOUT)
+    mbarrier.wait(k_full, 0)
+    if lo < hi:
+        mbarrier.wait(v_full, 0)
+    done = 0
+    for _ in range(group_size):
+        for m in range(lo, full):
+            done, dk, dv = _step(
+                done, m * BLOCK_M, dk, dv, k, v, q_s, do_s, lse_s, delta_s, ds_s, dq_s,
+                q_full, q_empty, do_full, do_empty, dq_full, dq_empty,
+                col_lo, len_q, len_k, softmax_scale, softcap, window_left, window_right,
+                BLOCK_M, BLOCK_D, STAGES, S_LAYOUT, Q_LAYOUT, P_LAYOUT, True, HAS_LEFT, HAS_RIGHT,
+                HAS_SOFTCAP, HAS_DQ,
+            )  # fmt: skip
+        if not HAS_LEFT:
+            for m in range(full, hi):
+                done, dk, dv = _step(
+                    done, m * BLOCK_M, dk, dv, k, v, q_s, do_s, lse_s, delta_s, ds_s, dq_s,
+                    q_full, q_empty, do_full, do_empty, dq_full, dq_empty,
+                    col_lo, len_q, len_k, softmax_scale, softcap, window_left, window_right,
+                    BLOCK_M, BLOCK_D, STAGES, S_LAYOUT, Q_LAYOUT, P_LAYOUT, False, HAS_LEFT,
+                    HAS_RIGHT, HAS_SOFTCAP, HAS_DQ,
+                )  # fmt: skip
+    _send(dv_desc, v_s, dv, sequence, first_k, len_k, col_lo, kv_head, BLOCK_D, VARLEN)
+    _send(
+        dk_desc, k_s, dk * softmax_scale, sequence, first_k, len_k, col_lo, kv_head, BLOCK_D,
+        VARLEN,
+    )  # fmt: skip
+    tma.store_wait(0)
+
+
+# ---------------------------------------------------------------------------------------------
+# The kernel
+# ---------------------------------------------------------------------------------------------
+
+
+@gluon.constexpr_function
+def _shape(count, rows, head_dim, ragged):
+    """Of `count` boxes of a descriptor in shared memory, or of one if it is None."""
+    return [*([] if count is None else [count]), *([1, 1] if ragged else [1]), rows, 1, head_dim]
+
+
+_NEVER_SPECIALISED = (
+    "window_left",
+    "window_right",
+    "seqlen_q",
+    "seqlen_k",
+    "batch",
+    "num_q_heads",
+    "num_kv_heads",
+    "group_size",
+    "num_tiles_m",
+    "num_tiles_n",
+    "num_heads",
+    "group_heads",
+)
+
+
+@gluon.jit(do_not_specialize=_NEVER_SPECIALISED)
+def backward_kernel(
+    q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, dq_desc, lse_ptr, delta_ptr,
+    cu_q_ptr, cu_k_ptr, softmax_scale, softcap, window_left, window_right, seqlen_q, seqlen_k,
+    batch, num_q_heads, num_kv_heads, group_size, num_tiles_m, num_tiles_n, num_heads, group_heads,
+    BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, VARLEN: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+    HAS_DQ: gl.constexpr,
+):  # fmt: skip
+    """Grid: one program a block of keys and kv head.
+
+    lse_ptr, delta_ptr, and dq_desc (float32 sums) come in tiles of BLOCK_M rows: num_tiles_m of
+    each sequence and head, or VARLEN: of each head for all sequences, `cu_q[i] // BLOCK_M + i`
+    being the first of sequence i. HAS_DQ: else dQ is left out.
+    """
+    DTYPE: gl.constexpr = q_desc.dtype
+    KEYS: gl.constexpr = _shape(None, BLOCK_N, BLOCK_D, VARLEN)
+    ROWS: gl.constexpr = _shape(STAGES, BLOCK_M, BLOCK_D, VARLEN)
+    q_s = gl.allocate_shared_memory(DTYPE, ROWS, q_desc.layout)
+    do_s = gl.allocate_shared_memory(DTYPE, ROWS, dout_desc.layout)
+    k_s = gl.allocate_shared_memory(DTYPE, KEYS, k_desc.layout)
+    v_s = gl.allocate_shared_memory(DTYPE, KEYS, v_desc.layout)
+    VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], VECTOR)
+    delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], VECTOR)
+    ds_s = k_s
+    dq_s = k_s
+    if HAS_DQ:
+        DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], DTYPE)
+        ds_s = gl.allocate_shared_memory(DTYPE, [BLOCK_N, BLOCK_M], DS_LAYOUT)
+        dq_s = gl.allocate_shared_memory(
+            gl.float32, [1, BLOCK_M * BLOCK_D // 128, 128], dq_desc.layout
+        )
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    do_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    k_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    v_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    dq_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    dq_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(i), count=33)  # the copy of the tile, and 32 threads' of LSE
+        mbarrier.init(do_full.index(i), count=33)
+        mbarrier.init(q_empty.index(i), count=256)
+        mbarrier.init(do_empty.index(i), count=256)
+    mbarrier.init(k_full, count=1)
+    mbarrier.init(v_full, count=1)
+    mbarrier.init(dq_full, count=256)
+    mbarrier.init(dq_empty, count=1)
+    fence_async_shared()
+    col_lo, sequence, kv_head, first_q, len_q, first_k, len_k, first_tile = _find_keys(
+        num_tiles_n, num_heads, group_heads, num_kv_heads, batch, seqlen_q, seqlen_k, cu_q_ptr,
+        cu_k_ptr, BLOCK_M, VARLEN,
+    )  # fmt: skip
+    lo, full, hi = _row_tiles(
+        col_lo, len_q, len_k, window_left, window_right, BLOCK_M, HAS_LEFT, HAS_RIGHT
+    )
+    # Arguments are spelled out: in a variable, compile-time values would cease to be such.
+    if HAS_DQ:
+        gl.warp_specialize(
+            [
+                (_consumer, (
+                    dk_desc, dv_desc, col_lo, sequence, kv_head, len_q, first_k, len_k, lo, full,
+                    hi, group_size, softmax_scale, softcap, window_left, window_right, q_s, k_s,
+                    v_s, do_s, lse_s, delta_s, ds_s, dq_s, k_full, v_full, q_full, q_empty,
+                    do_full, do_empty, dq_full, dq_empty, BLOCK_M, BLOCK_D, STAGES, VARLEN,
+                    HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_DQ,
+                )),
+                (_producer, (
+                    q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, col_lo, sequence,
+                    kv_head, first_q, len_q, first_k, len_k, first_tile, lo, hi, num_q_heads,
+                    group_size, num_tiles_m, q_s, k_s, v_s, do_s, lse_s, delta_s, k_full, v_full,
+                    q_full, q_empty, do_full, do_empty, BLOCK_M, BLOCK_D, STAGES, VARLEN,
+                )),
+                (_adder, (
+                    dq_desc, sequence, kv_head, first_tile, lo, hi, num_q_heads, group_size,
+                    num_tiles_m, dq_s, dq_full, dq_empty, VARLEN,
+                )),
+            ],
+            [1, 1],
+            [24, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (
+                    dk_desc, dv_desc, col_lo, sequence, kv_head, len_q, first_k, len_k, lo, full,
+                    hi, group_size, softmax_scale, softcap, window_left, window_right, q_s, k_s,
+                    v_s, do_s, lse_s, delta_s, ds_s, dq_s, k_full, v_full, q_full, q_empty,
+                    do_full, do_empty, dq_full, dq_empty, BLOCK_M, BLOCK_D, STAGES, VARLEN,
+                    HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_DQ,
+                )),
+                (_producer, (
+                    q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, col_lo, sequence,
+                    kv_head, first_q, len_q, first_k, len_k, first_tile, lo, hi, num_q_heads,
+                    group_size, num_tiles_m, q_s, k_s, v_s, do_s, lse_s, delta_s, k_full, v_full,
+                    q_full, q_empty, do_full, do_empty, BLOCK_M, BLOCK_D, STAGES, VARLEN,
+                )),
+            ],
+            [1],
+            [24],
+        )  # fmt: skip

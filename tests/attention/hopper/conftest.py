@@ -1,0 +1,38 @@
+"""The kernels for Hopper where there is no GPU: emulated."""
+
+from __future__ import annotations
+
+import pytest
+
+from flashpage.attention import dispatch
+from flashpage.attention.hopper.backend import HopperBackend, why_not_problem
+from kernels import ON_GPU
+
+
+@pytest.fixture(scope="session")
+def emulated_kernels():
+    from gluon_emulator import Emulated
+
+    parts = ["forward_work", "forward_softmax", "forward_producer"]
+    return {
+        direction: Emulated(
+            [f"flashpage.attention.hopper.{part}" for part in (*parts, f"{direction}_kernel")],
+            f"{direction}_kernel",
+        )
+        for direction in ("forward", "backward")
+    }
+
+
+@pytest.fixture
+def hopper_backend(monkeypatch, emulated_kernels):
+    """Within the test `hopper` serves, and without a GPU it is emulated."""
+    if not ON_GPU:
+        from flashpage.attention.hopper import backward, forward
+
+        for module, direction in ((forward, "forward"), (backward, "backward")):
+            monkeypatch.setattr(module, f"{direction}_kernel", emulated_kernels[direction])
+        monkeypatch.setattr(HopperBackend, "why_not", lambda self, *args: why_not_problem(*args))
+    dispatch._choose.cache_clear()
+    with dispatch.only("hopper"):
+        yield
+    dispatch._choose.cache_clear()

@@ -1,0 +1,259 @@
+"""The backward kernel for Hopper against float64: on a Hopper GPU, and without one emulated."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from flashpage import flash_attn_func, flash_attn_varlen_func
+from flashpage.attention.hopper import backward as hopper
+from flashpage.attention.triton import runtime
+from flashpage.attention.triton.backend import TritonBackend
+from kernels import DEVICE, ON_GPU, poisoned
+from oracles import assert_as_good, dense, max_error, varlen
+
+__all__ = ["poisoned"]
+BF16, FP16 = torch.bfloat16, torch.float16
+
+pytestmark = [
+    pytest.mark.usefixtures("poisoned", "hopper_backend"),
+    pytest.mark.skipif(
+        ON_GPU and runtime.capability(DEVICE) != 90,
+        reason="needs compute capability 9.0, or no GPU",
+    ),
+]
+
+
+def rand(*shape: int, dtype: torch.dtype = FP16) -> torch.Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def make(batch, seqlen_q, seqlen_k, heads, dtype=FP16):
+    """q, k, v, dout, dlse"""
+    h, hk, d = heads
+    q, dout = (rand(batch, seqlen_q, h, d, dtype=dtype) for _ in range(2))
+    k, v = (rand(batch, seqlen_k, hk, d, dtype=dtype) for _ in range(2))
+    return q, k, v, dout, torch.randn(batch, h, seqlen_q, device=DEVICE)
+
+
+def gradients(attention, q, k, v, dout, dlse):
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out, lse = attention(*leaves)[:2]
+    loss = (out * dout.to(out.dtype)).sum()
+    if dlse is not None:
+        loss = loss + (lse.masked_fill(lse.isinf(), 0.0) * dlse.to(lse.dtype)).sum()
+    return torch.autograd.grad(loss, leaves)
+
+
+def check(tensors, ours, oracle):
+    """Against float64, allowing twice the error of the same formula in the dtype of q."""
+    q, k, v, dout, dlse = tensors
+    grads = gradients(ours, *tensors)
+    exact = gradients(oracle, q.double(), k.double(), v.double(), dout, dlse)
+    low = gradients(oracle, *tensors)
+    for name, grad, e, lo in zip(("dq", "dk", "dv"), grads, exact, low, strict=True):
+        assert grad.is_contiguous()
+        rounding = torch.finfo(q.dtype).eps * float(e.abs().amax()) if e.numel() else 0.0
+        assert_as_good(grad, e, lo, name, atol=1e-5 + rounding)
+    return grads
+
+
+def check_dense(*tensors, deterministic=False, **options):
+    return check(
+        tensors,
+        lambda *x: flash_attn_func(
+            *x, deterministic=deterministic, return_attn_probs=True, **options
+        ),
+        lambda *x: dense(*x, **options),
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# Edges
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k"), [(1, 1), (1, 300), (300, 1), (0, 5), (5, 0), (64, 128), (65, 129)]
+)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_lengths_at_the_edge(seqlen_q, seqlen_k, deterministic):
+    tensors = make(2, seqlen_q, seqlen_k, (2, 1, 128))
+    check_dense(*tensors, causal=True, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_rows_and_keys_that_see_nothing_get_zeros(head_dim):
+    dq, _, _ = check_dense(*make(1, 300, 130, (1, 1, head_dim)), causal=True)
+    assert not dq[:, :170].any()
+    _, dk, dv = check_dense(*make(1, 70, 300, (1, 1, head_dim)), window_size=(20, 0))
+    assert not dk[:, :210].any()
+    assert not dv[:, :210].any()
+
+
+@pytest.mark.parametrize("head_dim", [8, 40, 64, 80, 96, 128])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_any_head_dim(head_dim, dtype):
+    check_dense(*make(1, 140, 170, (2, 1, head_dim), dtype), causal=True)
+
+
+@pytest.mark.parametrize("heads", [(7, 1, 64), (6, 2, 128), (3, 3, 64)])
+def test_any_group_of_heads(heads):
+    check_dense(*make(2, 33, 165, heads), causal=True)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128] if ON_GPU else [128])
+@pytest.mark.parametrize("residue", [1, 7, 63, 64, 127])
+def test_tails_of_any_length(head_dim, residue):
+    check_dense(*make(1, 128 + residue, 256 - residue, (1, 1, head_dim)))
+
+
+@pytest.mark.parametrize("offset", [-1e4, 1e4])
+def test_scores_of_any_magnitude(offset):
+    """A key past the end would have a score of 0, far above all others or far below."""
+    q, k, v, dout, dlse = make(1, 40, 150, (1, 1, 64), BF16)
+    q[..., 0], k[..., 0] = 100.0, offset / 25
+    grads = check_dense(q, k, v, dout, dlse)
+    assert all(torch.isfinite(grad).all() for grad in grads)
+
+
+@pytest.mark.parametrize("scale", [-0.5, 0.0, 3.0])
+def test_any_softmax_scale(scale):
+    check_dense(*make(1, 40, 150, (2, 1, 64)), softmax_scale=scale, causal=True)
+
+
+def test_without_a_gradient_of_the_lse():
+    *tensors, _ = make(1, 70, 150, (2, 1, 64))
+    check_dense(*tensors, None)
+
+
+# ---------------------------------------------------------------------------------------------
+# Options
+# ---------------------------------------------------------------------------------------------
+
+OPTIONS = [
+    {},
+    {"causal": True},
+    {"window_size": (20, 7)},
+    {"window_size": (0, 0)},
+    {"window_size": (-1, 9)},
+    {"window_size": (9, -1)},
+    {"window_size": (150, 3), "causal": True},
+    {"window_size": (10**9, 10**9)},
+    {"softcap": 2.5},
+    {"softcap": 2.0, "window_size": (30, 4)},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k", "head_dim"),
+    [(150, 300, 128), (300, 150, 64), (300, 150, 128), (150, 300, 64)][: 4 if ON_GPU else 2],
+)
+def test_options(options, seqlen_q, seqlen_k, head_dim):
+    check_dense(*make(1, seqlen_q, seqlen_k, (2, 1, head_dim)), **options)
+
+
+@pytest.mark.parametrize("options", [OPTIONS[1], OPTIONS[-1]], ids=str)
+def test_deterministic(options):
+    """dK and dV are the same bits either way; dQ repeats."""
+    tensors = make(1, 80, 150, (2, 1, 128))
+    grads = check_dense(*tensors, deterministic=True, **options)
+    for _ in range(200 if ON_GPU else 1):
+        again = gradients(
+            lambda *x: flash_attn_func(*x, deterministic=True, return_attn_probs=True, **options),
+            *tensors,
+        )
+        assert all(torch.equal(a, b) for a, b in zip(grads, again, strict=True))
+    summed = gradients(lambda *x: flash_attn_func(*x, return_attn_probs=True, **options), *tensors)
+    assert all(torch.equal(a, b) for a, b in zip(grads[1:], summed[1:], strict=True))
+
+
+# ---------------------------------------------------------------------------------------------
+# Layouts
+# ---------------------------------------------------------------------------------------------
+
+
+def test_any_strides(monkeypatch):
+    """What the accelerator can address; a gradient that it can not is copied."""
+    monkeypatch.setattr(TritonBackend, "backward", None)
+    q, k, v = rand(2, 71, 3, 4, 64).unbind(2)
+    dout, dlse = rand(2, 4, 71, 64).transpose(1, 2), torch.randn(2, 4, 71, device=DEVICE)
+    check_dense(q, k, v, dout, dlse, causal=True)
+    check_dense(q, k, v, rand(1, 1, 1, 1).expand_as(q), None, causal=True)
+    check_dense(*(x[:, ::2, :, 8:48] for x in (q, k, v, dout)), None)
+
+
+def test_what_can_not_be_addressed_is_served_by_triton(monkeypatch):
+    monkeypatch.setattr(hopper, "backward", None)
+    q, k, v, dout, dlse = make(1, 40, 70, (2, 2, 64))
+    k, v = (x[:, :, :1].expand(-1, -1, 2, -1) for x in (k, v))
+    check_dense(q, k, v, dout, dlse, causal=True)
+
+
+VARLEN = [
+    (64, False, {}),
+    (96, False, {"causal": True}),
+    (96, True, {"window_size": (110, 3)}),
+    (64, True, {}),
+    (96, False, {"window_size": (110, 3)}),
+    (128, True, {"causal": True}),
+]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "deterministic", "options"), VARLEN if ON_GPU else VARLEN[:3], ids=str
+)
+def test_varlen(head_dim, deterministic, options):
+    """Empty sequences, a bound that is too small, and NaN after the last sequence."""
+    cu_q, cu_k = [0, 130, 130, 171, 171, 300], [0, 150, 211, 211, 211, 360]
+    q, dout = (rand(317, 2, head_dim) for _ in range(2))
+    k, v = (rand(365, 1, head_dim) for _ in range(2))
+    dlse = torch.randn(2, 317, device=DEVICE)
+    cu = [torch.tensor(c, dtype=torch.int32, device=DEVICE) for c in (cu_q, cu_k)]
+    leaves = [x.clone() for x in (q, k, v)]
+    for x, end in ((leaves[0], 300), (dout, 300), (leaves[1], 360), (leaves[2], 360)):
+        x[end:] = torch.nan
+
+    def ours(*x):
+        return flash_attn_varlen_func(
+            *x, *cu, 17, 17, deterministic=deterministic, return_attn_probs=True, **options
+        )
+
+    def oracle(*x):
+        return varlen(*x, cu_q, cu_k, **options)
+
+    grads = gradients(ours, *leaves, dout, dlse)
+    dout[300:] = 0.0
+    exact = gradients(oracle, q.double(), k.double(), v.double(), dout, dlse)
+    low = gradients(oracle, q, k, v, dout, dlse)
+    for name, grad, e, lo in zip(("dq", "dk", "dv"), grads, exact, low, strict=True):
+        assert_as_good(grad, e, lo, name, atol=1e-5 + 1e-3 * float(e.abs().amax()))
+    assert not any(grad[end:].any() for grad, end in zip(grads, (300, 360, 360), strict=True))
+
+
+def test_neighbours_of_a_sequence_are_neither_read_nor_written():
+    """NaN in one sequence stays there."""
+    ends = [0, 100, 165, 300]
+    cu = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
+    tensors = [rand(300, 2, 64) for _ in range(4)]
+
+    def run(q, k, v, dout):
+        return gradients(
+            lambda *x: flash_attn_varlen_func(
+                *x, cu, cu, 135, 135, causal=True, return_attn_probs=True
+            ),
+            q, k, v, dout, None,
+        )  # fmt: skip
+
+    grads = run(*tensors)
+    for i in range(3):
+        mine = slice(ends[i], ends[i + 1])
+        others = torch.ones(300, dtype=torch.bool, device=DEVICE)
+        others[mine] = False
+        again = run(*(x.masked_fill(others[:, None, None], torch.nan) for x in tensors))
+        for a, b in zip(again, grads, strict=True):
+            # dQ's sums may come in another order.
+            assert max_error(a[mine], b[mine]) <= 2e-3 * float(b.abs().amax())
