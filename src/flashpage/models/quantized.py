@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 
 from flashpage.attention.cpu.numba_runtime import call, kernels
 from flashpage.cache.kv_cache import KVCache
-from flashpage.errors import ArgumentError
+from flashpage.errors import ArgumentError, FlashpageError
 from flashpage.layers.attention import AttentionMetadata
 from flashpage.layers.cpu import forms
 from flashpage.layers.cpu.packing import BLOCK, GROUP, PackedWeight, concatenate
@@ -41,7 +43,13 @@ BLOCK_MULTIPLE = 16
 
 _KV_TAGS = {torch.float32: (0,), torch.bfloat16: (0, 0)}
 _LINEAR, _STEP = "flashpage.layers.cpu.linear", "flashpage.layers.cpu.step"
+_SYNC = "flashpage.layers.cpu.sync"
 _FIRST_POSITIONS = 512
+
+PATIENCE, _TRIAL = 1 << 28, 1 << 21
+"""How often a waiting thread gives the processor away before it gives up: minutes, and a second."""
+
+logger = logging.getLogger("flashpage")
 
 
 @dataclass
@@ -150,8 +158,8 @@ class QuantizedDecoder(nn.Module):
         places = positions.numpy()
         self._extend_angles(int(places.max()) + 1)
         out = torch.empty(len(slots), config.hidden_size)
-        threads = torch.get_num_threads()
-        call(
+        threads = num_threads()
+        everyone_came = call(
             kernels(_STEP).run,
             threads,
             forms.tag(self.form),
@@ -169,7 +177,6 @@ class QuantizedDecoder(nn.Module):
             self._sin.data_ptr(),
             self.norm_weight.data_ptr(),
             np.float32(config.rms_norm_eps),
-            np.float32(config.rms_norm_eps),
             np.float32(config.head_dim**-0.5),
             (
                 config.hidden_size,
@@ -180,7 +187,9 @@ class QuantizedDecoder(nn.Module):
             ),
             out.data_ptr(),
             threads,
+            PATIENCE,
         )
+        _check_threads(everyone_came, threads)
         return out
 
     @torch.inference_mode()
@@ -189,9 +198,9 @@ class QuantizedDecoder(nn.Module):
         hidden = hidden.float().contiguous()
         rows, size = hidden.shape
         out = torch.empty(rows, self.head.groups * GROUP)
-        threads = torch.get_num_threads()
+        threads = num_threads()
         if rows:
-            call(
+            everyone_came = call(
                 kernels(_LINEAR).linear,
                 threads,
                 forms.tag(self.form),
@@ -203,7 +212,9 @@ class QuantizedDecoder(nn.Module):
                 out.data_ptr(),
                 4 * out.stride(0),
                 threads,
+                PATIENCE,
             )
+            _check_threads(everyone_came, threads)
         return out[:, : self.config.vocab_size]
 
     compute_raw_logits = compute_logits
@@ -263,6 +274,35 @@ class QuantizedDecoder(nn.Module):
             ]
             self._caches = (kv_cache, np.array(pairs, np.int64))
         return self._caches[1]
+
+
+@cache
+def _usable_threads(wanted: int) -> int:
+    """`wanted`, if so many threads run at the same time, or else 1, which is logged."""
+    if wanted == 1 or call(kernels(_SYNC).try_to_meet, wanted, wanted, _TRIAL):
+        return wanted
+    logger.warning(
+        "%d threads do not run at the same time here (OMP_THREAD_LIMIT, OMP_DYNAMIC?): "
+        "quantised weights are computed with by one",
+        wanted,
+    )
+    return 1
+
+
+def num_threads() -> int:
+    """torch's number of threads, as far as numba has so many."""
+    kernels(_SYNC)
+    import numba
+
+    return _usable_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
+
+
+def _check_threads(everyone_came: bool, threads: int) -> None:
+    if not everyone_came:
+        raise FlashpageError(
+            f"{threads} threads did not get to run at the same time within minutes; "
+            "threads = 1 needs no others"
+        )
 
 
 class _Sequences(NamedTuple):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,34 @@ from flashpage.attention.standard import standard_attention
 pytest.importorskip("numba")
 ATTENTION = "flashpage.layers.cpu.attention"
 TAGS = {torch.float32: (0,), torch.bfloat16: (0, 0)}
+
+
+@cache
+def attend_all():
+    """Every task of one layer, then the rows whose splits were several."""
+    import numba
+
+    attention = kernels(ATTENTION)
+    attend, join = attention.attend, attention.join
+    scratch_size = attention.scratch_size
+
+    @numba.njit(parallel=True)
+    def run(
+        kv, tasks, q, positions, tables, step, units, k, v, num_kv_heads, group, dim, where, threads
+    ):
+        partial = np.full((len(tasks), group * dim), np.nan, np.float32)
+        states = np.full((len(tasks), 4 * group), np.nan, np.float32)
+        for thread in numba.prange(threads):
+            scratch = np.full(scratch_size(group, dim), np.nan, np.float32)
+            for t in range(thread, len(tasks), threads):
+                attend(
+                    kv, tasks[t], q, positions, tables, step, units, k, v, num_kv_heads, group,
+                    dim, where, partial[t], states[t], scratch,
+                )  # fmt: skip
+        for t in range(len(tasks)):
+            join(t, tasks, positions, partial, states, group, dim, where)
+
+    return run
 
 
 class Step:
@@ -49,16 +79,21 @@ class Step:
         scaled = (q * self.dim**-0.5).contiguous()
         out = torch.full((len(q), self.hq, self.dim), torch.nan)
         row_bytes = 4 * self.hq * self.dim
-        attention = kernels(ATTENTION)
-        flat = torch.cat(positions).numpy()
-        tasks = call(attention.plan, 1, starts, flat, self.hkv, self.hq // self.hkv)
+        q8, scales = torch.empty(q.numel(), dtype=torch.int8), torch.empty(q.numel() // 8)
         tables = self.tables[list(which)].numpy()
+        group = self.hq // self.hkv
+        tasks = call(
+            kernels(ATTENTION).plan, 1, starts, torch.cat(positions).numpy(), self.hkv, group
+        )
         call(
-            attention.attend, threads, TAGS[self.dtype], tasks, scaled.data_ptr(), row_bytes, flat,
-            tables.reshape(-1), tables.shape[1], self.block_size // 16, self.k.data_ptr(),
-            self.v.data_ptr(), self.hkv, self.hq // self.hkv, self.dim, out.data_ptr(), row_bytes,
-            threads,
+            attend_all(), threads, TAGS[self.dtype], tasks, scaled.data_ptr(),
+            torch.cat(positions).numpy(), tables.reshape(-1), tables.shape[1],
+            self.block_size // 16, self.k.data_ptr(), self.v.data_ptr(), self.hkv, group, self.dim,
+            (out.data_ptr(), q8.data_ptr(), scales.data_ptr(), self.hq * self.dim), threads,
         )  # fmt: skip
+        blocks = q8.reshape(-1, 32) * scales.reshape(-1, 4)[:, :1]
+        error = (blocks.reshape(out.shape) - out).abs().reshape(-1, 32)
+        assert (error <= 0.51 * scales.reshape(-1, 4)[:, :1]).all()
         return list(out.split(np.diff(starts).tolist()))
 
 

@@ -7,15 +7,16 @@ alone (its splits may then run on different threads) or among many, its bits are
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
-from flashpage.attention.cpu.numba_math import float32_at, jit, prefetch
+from flashpage.attention.cpu.numba_math import jit
 from flashpage.layers.cpu.attention_vectors import (
     KEYS,
     exp_scalar,
     narrow_values_1,
     narrow_values_4,
+    prefetch,
+    row_copy,
     row_merge,
     row_multiply,
     scores_1,
@@ -31,12 +32,16 @@ from flashpage.layers.cpu.attention_vectors import (
     values_6,
 )
 from flashpage.layers.cpu.linear import EXACT
+from flashpage.layers.cpu.vectors import row_quantize
 
 SPLIT = 256
 """keys per split"""
 
 MAX_ROWS = 48
 """rows of one task at most, unless one token alone has more (query heads per kv head)"""
+
+FEW_ROWS = 16
+"""rows up to which reading the keys takes longer than working on them"""
 
 _NEG_INF = np.float32(-np.inf)
 
@@ -96,9 +101,19 @@ def _unit(table, index, units_per_block):  # type: ignore[no-untyped-def]
 
 
 @jit(**EXACT)
+def _prefetch(table, unit, last_unit, units_per_block, unit_bytes, k, v, num_bytes):  # type: ignore[no-untyped-def]
+    """Ask for the keys and values of the next units."""
+    for index in range(unit, min(unit + 4, last_unit + 1)):
+        at = _unit(table, index, units_per_block) * unit_bytes
+        for line in range(0, num_bytes, 64):
+            prefetch(k + at + line)
+            prefetch(v + at + line)
+
+
+@jit(**EXACT)
 def _attend_split(  # type: ignore[no-untyped-def]
     kv, q, rows, group, position, table, units_per_block, k, v, unit_bytes, item_size, dim, begin,
-    end, s, o, state, num_ahead,
+    end, s, o, state,
 ):  # fmt: skip
     """Keys `begin ... end` of one sequence for rows of one kv head, into o and state.
 
@@ -110,18 +125,15 @@ def _attend_split(  # type: ignore[no-untyped-def]
     o[: rows * dim] = np.float32(0)
     s_at, o_at, state_at = s.ctypes.data, o.ctypes.data, state.ctypes.data
     last_unit = (end - 1) // 16
+    bytes_each = 16 * dim * item_size
     for first in range(begin, end, KEYS):
         unit = first // 16
         u0 = _unit(table, unit, units_per_block) * unit_bytes
         u1 = _unit(table, min(unit + 1, last_unit), units_per_block) * unit_bytes
         u2 = _unit(table, min(unit + 2, last_unit), units_per_block) * unit_bytes
         u3 = _unit(table, min(unit + 3, last_unit), units_per_block) * unit_bytes
-        for ahead in range(num_ahead):  # of keys that are read once: ask for the next ones
-            if unit + 4 + ahead <= last_unit:
-                at = _unit(table, unit + 4 + ahead, units_per_block) * unit_bytes
-                for line in range(0, 16 * dim * item_size, 64):
-                    prefetch(k + at + line)
-                    prefetch(v + at + line)
+        if rows <= FEW_ROWS:
+            _prefetch(table, unit + 4, last_unit, units_per_block, unit_bytes, k, v, bytes_each)
         begin_row = max(0, first - position) * group
         row = begin_row
         while row < rows:
@@ -163,16 +175,17 @@ def _merge(total, total_state, o, state, rows, dim):  # type: ignore[no-untyped-
 
 
 @jit(**EXACT)
-def _write(total, state, rows, group, dim, out, row_bytes):  # type: ignore[no-untyped-def]
-    """Normalised rows to their place: token after token `row_bytes` apart, heads next to another.
-
-    out: an address.
-    """
-    for row in range(rows):
-        place = float32_at(out + (row // group) * row_bytes + (row % group) * dim * 4, dim)
-        scale = np.float32(1) / state[4 * row + 1]
-        for d in range(dim):
-            place[d] = total[row * dim + d] * scale
+def _write(total, state, rows, group, dim, where, first_row, head):  # type: ignore[no-untyped-def]
+    """Normalised rows to their places, in float32 and quantised; see `attend`."""
+    out, q, xs, row_size = where
+    for token in range(rows // group):
+        column = (first_row + token) * row_size + head * group * dim
+        for row in range(token * group, (token + 1) * group):
+            row_multiply(total.ctypes.data + row * dim * 4, np.float32(1) / state[4 * row + 1], dim)
+        source = total.ctypes.data + token * group * dim * 4
+        if out != 0:
+            row_copy(source, out + column * 4, group * dim)
+        row_quantize(source, q + column, xs + column // 2, group * dim)
 
 
 @jit(**EXACT)
@@ -212,12 +225,46 @@ def plan(starts, positions, num_kv_heads, group):  # type: ignore[no-untyped-def
 
 
 @jit(**EXACT)
-def _run(  # type: ignore[no-untyped-def]
-    kv, task, q, q_step, positions, tables, table_step, units_per_block, k, v, unit_bytes,
-    item_size, group, dim, out, out_step, partial, partial_state, scratch,
+def count_parts(tasks, positions):  # type: ignore[no-untyped-def]
+    """How many tasks are one split of several of a row that comes alone."""
+    count = 0
+    for task in tasks:
+        count += _is_part(task, positions)
+    return count
+
+
+@jit(**EXACT)
+def _is_part(task, positions):  # type: ignore[no-untyped-def]
+    return task[3] == 1 and (task[4] > 0 or task[5] <= positions[task[2]])
+
+
+@jit(**EXACT)
+def scratch_size(group, dim):  # type: ignore[no-untyped-def]
+    """float32 that `attend` needs."""
+    return max(1, MAX_ROWS // group) * group * (KEYS + 3 * dim + 8)
+
+
+@jit(**EXACT)
+def attend(  # type: ignore[no-untyped-def]
+    kv, task, q, positions, tables, table_step, units_per_block, k, v, num_kv_heads, group, dim,
+    where, partial, state_of_partial, scratch,
 ):  # fmt: skip
-    """One task; its result goes to out, or to `partial` if it is one split of several."""
+    """One task of one layer.
+
+    Args:
+        kv: kind of the pages. task: of `plan`.
+        q: address of float32 `[num_rows, num_q_heads * dim]`, times the softmax scale already.
+        positions: int64 `[num_rows]`. tables: int32, `table_step` pages per sequence.
+        units_per_block: units of 16 tokens in a page. k, v: addresses of the layer's pages.
+        where: addresses of the results of all rows as float32 (0: not wanted), as int8, and of the
+            int8's scales; and how many values a row has.
+        partial, state_of_partial: float32 `[group * dim]` and `[4 * group]`, for the result of one
+            split of several, which `join` brings to its place.
+        scratch: float32 `[scratch_size]`.
+    """
     sequence, head, first_row, tokens, begin, end = task
+    item_size = 2 if len(kv) == 2 else 4
+    unit_bytes = num_kv_heads * 16 * dim * item_size
     rows = tokens * group
     size = rows * dim
     s = scratch[: rows * KEYS]
@@ -227,17 +274,15 @@ def _run(  # type: ignore[no-untyped-def]
     state = scratch[rows * KEYS + 3 * size : rows * KEYS + 3 * size + 4 * rows]
     total_state = scratch[rows * KEYS + 3 * size + 4 * rows : rows * KEYS + 3 * size + 8 * rows]
     for token in range(tokens):
-        source = float32_at(q + (first_row + token) * q_step + head * group * dim * 4, group * dim)
-        q_rows[token * group * dim : (token + 1) * group * dim] = source
+        column = (first_row + token) * where[3] + head * group * dim
+        row_copy(q + column * 4, q_rows.ctypes.data + token * group * dim * 4, group * dim)
     position = positions[first_row]
     table = tables[sequence * table_step : (sequence + 1) * table_step]
     head_at = head * 16 * dim * item_size
-    num_ahead = 4 if rows <= 16 else 0
     for key in range(begin, end, SPLIT):
         _attend_split(
             kv, q_rows.ctypes.data, rows, group, position, table, units_per_block, k + head_at,
             v + head_at, unit_bytes, item_size, dim, key, min(key + SPLIT, end), s, o, state,
-            num_ahead,
         )  # fmt: skip
         if key == begin:
             total[:] = o
@@ -245,70 +290,23 @@ def _run(  # type: ignore[no-untyped-def]
         else:
             _merge(total, total_state, o, state, rows, dim)
     if _is_part(task, positions):
-        partial[:size] = total
-        partial_state[: 4 * rows] = total_state
+        partial[:] = total
+        state_of_partial[:] = total_state
     else:
-        _write(
-            total, total_state, rows, group, dim,
-            out + first_row * out_step + head * group * dim * 4, out_step,
-        )  # fmt: skip
+        _write(total, total_state, rows, group, dim, where, first_row, head)
 
 
 @jit(**EXACT)
-def _is_part(task, positions):  # type: ignore[no-untyped-def]
-    """Whether the task is one split of several of a row that comes alone."""
-    return task[3] == 1 and (task[4] > 0 or task[5] <= positions[task[2]])
+def join(first, tasks, positions, partial, states, group, dim, where):  # type: ignore[no-untyped-def]
+    """Bring the result of a row whose splits were several tasks to its place.
 
-
-@jit(parallel=True, **EXACT)
-def attend(  # type: ignore[no-untyped-def]
-    kv, tasks, q, q_step, positions, tables, table_step, units_per_block, k, v, num_kv_heads,
-    group, dim, out, out_step, threads,
-):  # fmt: skip
-    """Attention of all rows of a step in one layer.
-
-    Args:
-        kv: kind of the pages. tasks: of `plan`.
-        q, out: addresses of float32 `[num_rows, num_q_heads * dim]`, rows q_step and out_step bytes
-            apart; q is multiplied with the softmax scale already.
-        positions: int64 `[num_rows]`. tables: int32, `table_step` pages per sequence.
-        units_per_block: units of 16 tokens in a page. k, v: addresses of the layer's pages.
-        threads: among how many to share the tasks.
+    first: number of the task; does nothing unless it is the first of several.
     """
-    item_size = 2 if len(kv) == 2 else 4
-    unit_bytes = num_kv_heads * 16 * dim * item_size
-    num_parts = 0
-    for t in range(len(tasks)):
-        num_parts += _is_part(tasks[t], positions)
-    size, rows = group * dim, max(1, MAX_ROWS // group) * group
-    # The parts' results are found by the number of their task.
-    partial = np.empty((len(tasks) if num_parts > 0 else 1, size), np.float32)
-    states = np.empty((len(tasks) if num_parts > 0 else 1, 4 * group), np.float32)
-    for thread in numba.prange(threads):
-        scratch = np.empty(rows * (KEYS + 3 * dim + 8), np.float32)
-        for t in range(thread, len(tasks), threads):
-            at = t if num_parts > 0 else 0
-            _run(
-                kv, tasks[t], q, q_step, positions, tables, table_step, units_per_block, k, v,
-                unit_bytes, item_size, group, dim, out, out_step, partial[at], states[at], scratch,
-            )  # fmt: skip
-    if num_parts > 0:
-        _join_parts(tasks, positions, partial, states, group, dim, out, out_step)
-
-
-@jit(**EXACT)
-def _join_parts(tasks, positions, partial, states, group, dim, out, out_step):  # type: ignore[no-untyped-def]
-    t = 0
-    while t < len(tasks):
-        first = t
+    if tasks[first, 4] > 0 or not _is_part(tasks[first], positions):
+        return
+    t = first + 1
+    while t < len(tasks) and tasks[t, 4] > 0:
+        _merge(partial[first], states[first], partial[t], states[t], group, dim)
         t += 1
-        if not _is_part(tasks[first], positions):
-            continue
-        while t < len(tasks) and tasks[t, 4] > 0:
-            _merge(partial[first], states[first], partial[t], states[t], group, dim)
-            t += 1
-        head, row = tasks[first, 1], tasks[first, 2]
-        _write(
-            partial[first], states[first], group, group, dim,
-            out + row * out_step + head * group * dim * 4, out_step,
-        )  # fmt: skip
+    head, row = tasks[first, 1], tasks[first, 2]
+    _write(partial[first], states[first], group, group, dim, where, row, head)

@@ -21,6 +21,7 @@ from flashpage.layers.cpu.vectors import (
     VI32,
     ZERO,
     constant,
+    declare,
     exp,
     f32,
     fma,
@@ -30,6 +31,7 @@ from flashpage.layers.cpu.vectors import (
     load_bfloat16,
     loop,
     maximum,
+    outlined,
     reduce_add,
     reduce_max,
     scaled,
@@ -58,8 +60,8 @@ def _make_scores(num_rows: int) -> Any:
         """`s[row][:64] = q[row] . k` for 4 units of 16 keys; q `[num_rows, dim]`, s `[.., 64]`."""
         which = kv.count
 
-        def generate(context, b, signature, arguments):  # type: ignore[no-untyped-def]
-            _, q, s, *units, dim = arguments
+        def emit(b: Any, arguments: list[Any]) -> None:
+            q, s, *units, dim = arguments
             rows = range(num_rows)
             q_rows = [b.add(q, b.mul(scaled(b, dim, 4), i(row))) for row in rows]
 
@@ -75,6 +77,9 @@ def _make_scores(num_rows: int) -> Any:
             sums = loop(b, dim, 1, [ZERO] * (num_rows * _GROUPS), body)
             for at, total in enumerate(sums):
                 store(b, total, s, i(64 * at), 4)
+
+        def generate(context, b, signature, arguments):  # type: ignore[no-untyped-def]
+            outlined(b, f"flashpage_scores_{num_rows}_{which}", arguments[1:], emit)
             return context.get_dummy_value()
 
         return types.void(kv, *[i64] * 7), generate
@@ -91,8 +96,8 @@ def _make_values(num_rows: int, width: int) -> Any:
         """
         which = kv.count
 
-        def generate(context, b, signature, arguments):  # type: ignore[no-untyped-def]
-            _, p, count, v, dim, o = arguments
+        def emit(b: Any, arguments: list[Any]) -> None:
+            p, count, v, dim, o = arguments
             parts = [
                 b.add(b.mul(scaled(b, dim, 4), i(row)), i(4 * part))
                 for row in range(num_rows)
@@ -116,6 +121,9 @@ def _make_values(num_rows: int, width: int) -> Any:
             sums = loop(b, count, 1, [load(b, o, part, VF32, 4) for part in parts], body)
             for part, total in zip(parts, sums, strict=True):
                 store(b, total, o, part, 4)
+
+        def generate(context, b, signature, arguments):  # type: ignore[no-untyped-def]
+            outlined(b, f"flashpage_values_{num_rows}_{width}_{which}", arguments[1:], emit)
             return context.get_dummy_value()
 
         return types.void(kv, *[i64] * 5), generate
@@ -131,7 +139,7 @@ def softmax(typing_context, s, valid, state):  # type: ignore[no-untyped-def]
     brought up to date.
     """
 
-    def generate(context, b, signature, arguments):  # type: ignore[no-untyped-def]
+    def emit(b: Any, arguments: list[Any]) -> None:
         s, valid, state = arguments
         valid = splat(b, b.trunc(valid, I32))
         lowest = constant(float("-inf"))
@@ -153,6 +161,9 @@ def softmax(typing_context, s, valid, state):  # type: ignore[no-untyped-def]
         new_l = b.fadd(b.fmul(load(b, state, i(4), F32, 4), rescale), reduce_add(b, total))
         for at, value in enumerate((new_m, new_l, rescale)):
             store(b, value, state, i(4 * at), 4)
+
+    def generate(context, b, signature, arguments):  # type: ignore[no-untyped-def]
+        outlined(b, "flashpage_softmax", arguments, emit)
         return context.get_dummy_value()
 
     return types.void(*[i64] * 3), generate
@@ -175,6 +186,40 @@ def row_multiply(typing_context, x, factor, n):  # type: ignore[no-untyped-def]
         return context.get_dummy_value()
 
     return types.void(i64, f32, i64), generate
+
+
+@intrinsic
+def row_copy(typing_context, x, out, n):  # type: ignore[no-untyped-def]
+    """`out = x` for n float32, n a multiple of 16."""
+
+    def generate(context, b, signature, arguments):  # type: ignore[no-untyped-def]
+        x, out, n = arguments
+
+        def body(at: Any, _: list[Any]) -> list[Any]:
+            where = scaled(b, at, 4)
+            store(b, load(b, x, where, VF32, 4), out, where, 4)
+            return []
+
+        loop(b, n, LANES, [], body)
+        return context.get_dummy_value()
+
+    return types.void(*[i64] * 3), generate
+
+
+@intrinsic
+def prefetch(typing_context, address):  # type: ignore[no-untyped-def]
+    """Ask for the cache line at an address, for the second-level cache: there are more requests
+    that can be on their way to it than to the first."""
+
+    def generate(context, b, signature, arguments):  # type: ignore[no-untyped-def]
+        bytes_ = ir.PointerType(ir.IntType(8))
+        function = declare(b, "llvm.prefetch.p0", ir.VoidType(), [bytes_, I32, I32, I32])
+        for_reading, second_level, data_cache = (ir.Constant(I32, n) for n in (0, 2, 1))
+        place = b.inttoptr(arguments[0], bytes_)
+        b.call(function, [place, for_reading, second_level, data_cache])
+        return context.get_dummy_value()
+
+    return types.void(i64), generate
 
 
 @intrinsic

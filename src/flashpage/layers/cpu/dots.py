@@ -34,6 +34,7 @@ from flashpage.layers.cpu.vectors import (
     integers,
     load,
     loop,
+    outlined,
     scaled,
     splat,
     store,
@@ -182,8 +183,8 @@ def _make(num_rows: int, kind: int) -> Any:
         """
         which = form.count
 
-        def generate(context, b, signature, arguments):  # type: ignore[no-untyped-def]
-            _, w, s, x, x_step, xs, xs_step, num_blocks, out, out_step, add = arguments
+        def emit(b: Any, arguments: list[Any]) -> None:
+            w, s, x, x_step, xs, xs_step, num_blocks, out, out_step, add = arguments
             rows = range(num_rows)
             x_rows = [b.mul(x_step, i(m)) for m in rows]
             xs_rows = [b.mul(xs_step, i(m)) for m in rows]
@@ -211,6 +212,9 @@ def _make(num_rows: int, kind: int) -> Any:
             wants = b.icmp_signed("!=", add, i(0))
             for m in rows:
                 finish(b, totals[m], out, b.mul(out_step, i(m)), wants)
+
+        def generate(context, b, signature, arguments):  # type: ignore[no-untyped-def]
+            outlined(b, f"flashpage_rows_{num_rows}_{kind}_{which}", arguments[1:], emit)
             return context.get_dummy_value()
 
         return types.void(form, *[i64] * 10), generate

@@ -11,10 +11,21 @@ import numba
 import numpy as np
 
 from flashpage.attention.cpu.numba_math import bytes_at, float32_at, jit
-from flashpage.layers.cpu.attention import attend, plan
+from flashpage.layers.cpu.attention import attend, count_parts, join, plan, scratch_size
 from flashpage.layers.cpu.attention_vectors import store_key, store_value, write_rotated
-from flashpage.layers.cpu.linear import EXACT, aligned, multiply, quantize_rows
+from flashpage.layers.cpu.linear import (
+    EXACT,
+    TILE_BYTES,
+    aligned,
+    group_bytes,
+    multiply_columns,
+    multiply_group,
+    share,
+    uses_tiles,
+)
 from flashpage.layers.cpu.packing import Q6_WIDE
+from flashpage.layers.cpu.sync import COUNTERS, all_came, meet
+from flashpage.layers.cpu.tiles import begin_tiles, end_tiles
 from flashpage.layers.cpu.vectors import (
     half_at,
     row_add,
@@ -30,11 +41,12 @@ QKV, O, GATE_UP, DOWN = range(4)  # noqa: E741
 ATTENTION_NORM, MLP_NORM, Q_NORM, K_NORM, QKV_BIAS, O_BIAS, GATE_UP_BIAS, DOWN_BIAS = range(8)
 """Places in a layer's table of float32 vectors."""
 
-NUM_PARTS, PART_FIELDS = 3, 8
-"""A projection has up to so many packed weights (of several kinds), each so many numbers."""
+NUM_PARTS, GROUPS, COLUMN = 3, 6, 7
+"""A projection has up to so many packed weights (of several kinds); where a part's number of groups
+and its first output column stand, after what `multiply_group` takes."""
 
-SERIAL_ROWS = 3
-"""rows up to which one thread does what lies between products"""
+MLP_ROWS = 64
+"""rows for which gate and up are computed before they are multiplied"""
 
 
 @jit(**EXACT)
@@ -44,198 +56,245 @@ def _norm(x, weight, eps, out, size):  # type: ignore[no-untyped-def]
 
 
 @jit(**EXACT)
-def _norm_row(x, weight, eps, q, xs, size):  # type: ignore[no-untyped-def]
-    room = np.empty(size, np.float32)
-    _norm(x, weight, eps, room.ctypes.data, size)
-    row_quantize(room.ctypes.data, q, xs, size)
-    return room.size
-
-
-@jit(parallel=True, **EXACT)
-def _norm_rows_parallel(x, weight, eps, q, xs, num_rows, size):  # type: ignore[no-untyped-def]
-    for row in numba.prange(num_rows):
-        _norm_row(x + row * size * 4, weight, eps, q + row * size, xs + row * size // 2, size)
-
-
-@jit(**EXACT)
-def _norm_rows(x, weight, eps, q, xs, num_rows, size):  # type: ignore[no-untyped-def]
+def _norm_rows(x, weight, eps, q, xs, first, last, size, room):  # type: ignore[no-untyped-def]
     """Rows of x, normalised, to int8 q with scales xs."""
-    if num_rows > SERIAL_ROWS:
-        _norm_rows_parallel(x, weight, eps, q, xs, num_rows, size)
-    else:
-        for row in range(num_rows):
-            _norm_row(x + row * size * 4, weight, eps, q + row * size, xs + row * size // 2, size)
+    for row in range(first, last):
+        _norm(x + row * size * 4, weight, eps, room, size)
+        row_quantize(room, q + row * size, xs + row * (size // 2), size)
 
 
 @jit(**EXACT)
-def _silu_row(gate_up, bias, q, xs, size):  # type: ignore[no-untyped-def]
-    if bias != 0:
-        row_add(gate_up, bias, 2 * size)
-    row_silu_mul(gate_up, gate_up + size * 4, gate_up, size)
-    row_quantize(gate_up, q, xs, size)
-
-
-@jit(parallel=True, **EXACT)
-def _silu_rows_parallel(gate_up, bias, q, xs, num_rows, size):  # type: ignore[no-untyped-def]
-    for row in numba.prange(num_rows):
-        _silu_row(gate_up + row * size * 8, bias, q + row * size, xs + row * size // 2, size)
-
-
-@jit(**EXACT)
-def _silu_rows(gate_up, bias, q, xs, num_rows, size):  # type: ignore[no-untyped-def]
-    """Rows of gate and up, changed in place, to int8 q of silu(gate) * up."""
-    if num_rows > SERIAL_ROWS:
-        _silu_rows_parallel(gate_up, bias, q, xs, num_rows, size)
-    else:
-        for row in range(num_rows):
-            _silu_row(gate_up + row * size * 8, bias, q + row * size, xs + row * size // 2, size)
-
-
-@jit(**EXACT)
-def _rotate_row(  # type: ignore[no-untyped-def]
-    kv, qkv, vectors, eps, cos, sin, slot, scale, q, k, v, num_q_heads, num_kv_heads, dim
-):
-    """One token: biases and norms of the heads, rotation, K and V to its slot, q times scale."""
-    if vectors[QKV_BIAS] != 0:
-        row_add(qkv, vectors[QKV_BIAS], (num_q_heads + 2 * num_kv_heads) * dim)
-    room = np.empty(dim, np.float32)
-    turned = room.ctypes.data
-    item_size = 2 if len(kv) == 2 else 4
-    unit, lane = slot // 16, slot % 16
-    for head in range(num_q_heads + num_kv_heads):
-        x = qkv + head * dim * 4
-        if head < num_q_heads:
-            if vectors[Q_NORM] != 0:
-                _norm(x, vectors[Q_NORM], eps, x, dim)
-            write_rotated(x, cos, sin, scale, q + head * dim * 4, dim)
-            continue
-        if vectors[K_NORM] != 0:
-            _norm(x, vectors[K_NORM], eps, x, dim)
-        write_rotated(x, cos, sin, np.float32(1), turned, dim)
-        at = (unit * num_kv_heads + head - num_q_heads) * 16 * dim * item_size
-        store_key(kv, turned, k + at + lane * item_size, dim)
-        store_value(kv, x + num_kv_heads * dim * 4, v + at + lane * dim * item_size, dim)
-    return room.size
-
-
-@jit(parallel=True, **EXACT)
-def _rotate_rows_parallel(  # type: ignore[no-untyped-def]
-    kv, qkv, vectors, eps, cos, sin, slots, positions, scale, q, k, v, hq, hkv, dim
-):
-    for row in numba.prange(len(slots)):
-        angle = positions[row] * dim * 4
-        _rotate_row(
-            kv, qkv + row * (hq + 2 * hkv) * dim * 4, vectors, eps, cos + angle, sin + angle,
-            slots[row], scale, q + row * hq * dim * 4, k, v, hq, hkv, dim,
-        )  # fmt: skip
-
-
-@jit(**EXACT)
-def _rotate_rows(  # type: ignore[no-untyped-def]
-    kv, qkv, vectors, eps, cos, sin, slots, positions, scale, q, k, v, hq, hkv, dim
-):
-    if len(slots) > SERIAL_ROWS:
-        _rotate_rows_parallel(
-            kv, qkv, vectors, eps, cos, sin, slots, positions, scale, q, k, v, hq, hkv, dim
-        )
-        return
-    for row in range(len(slots)):
-        angle = positions[row] * dim * 4
-        _rotate_row(
-            kv, qkv + row * (hq + 2 * hkv) * dim * 4, vectors, eps, cos + angle, sin + angle,
-            slots[row], scale, q + row * hq * dim * 4, k, v, hq, hkv, dim,
-        )  # fmt: skip
-
-
-@jit(**EXACT)
-def _quantize_rows(source, num_rows, size, q, xs):  # type: ignore[no-untyped-def]
-    if num_rows > SERIAL_ROWS:
-        quantize_rows(source, 4 * size, num_rows, size, q, xs)
-    else:
-        for row in range(num_rows):
-            row_quantize(source + row * size * 4, q + row * size, xs + row * (size // 2), size)
-
-
-@jit(**EXACT)
-def _project(form, parts, q, xs, num_rows, out, out_step, add, threads):  # type: ignore[no-untyped-def]
-    """All packed weights of one projection, side by side."""
+def _project(form, parts, x, xs, num_rows, out, out_step, add, thread, threads, room):  # type: ignore[no-untyped-def]
+    """This thread's columns of all packed weights of one projection, side by side."""
     for i in range(NUM_PARTS):
         part = parts[i]
-        if part[6] > 0:
-            weight = (part[0], part[1], part[2], part[3], part[4], part[5])
-            multiply(
-                form, weight, part[6], q, xs, num_rows, out + part[7] * 4, out_step, add, threads
-            )
+        if part[GROUPS] > 0:
+            first, last = share(part[GROUPS], thread, threads)
+            multiply_columns(
+                form, part, first, last, x, xs, num_rows, out + part[COLUMN] * 4, out_step, add,
+                room,
+            )  # fmt: skip
 
 
 @jit(**EXACT)
-def _add_bias(x, bias, num_rows, size):  # type: ignore[no-untyped-def]
-    if bias != 0:
-        for row in range(num_rows):
-            row_add(x + row * size * 4, bias, size)
+def _find(parts, column):  # type: ignore[no-untyped-def]
+    """The part that an output column is in, and the group within."""
+    at = 0
+    while at + 1 < NUM_PARTS and parts[at + 1, GROUPS] > 0 and column >= parts[at + 1, COLUMN]:
+        at += 1
+    return at, (column - parts[at, COLUMN]) // 16
 
 
 @jit(**EXACT)
+def _gate_and_up(  # type: ignore[no-untyped-def]
+    form, parts, bias, x, xs, num_rows, size, q, qs, first, last, room
+):
+    """Columns `32 * first ... 32 * last` of silu(gate) * up, quantised to q and qs.
+
+    room: scratch: of a tile, 256 bytes for each of MLP_ROWS rows, and four unpacked groups.
+    """
+    results = room + TILE_BYTES
+    unpacked = results + MLP_ROWS * 256
+    for block in range(first, last):
+        for rows_from in range(0, num_rows, MLP_ROWS):
+            rows = min(MLP_ROWS, num_rows - rows_from)
+            for i in range(4):  # two groups of gate, two of up
+                column = block * 32 + (i % 2) * 16 + (i // 2) * size
+                at, group = _find(parts, column)
+                part = parts[at]
+                space = unpacked + i * part[3] * 512
+                bytes_i = group_bytes(form, part, group, num_rows, space, rows_from > 0)
+                multiply_group(
+                    form, part, group, bytes_i, x + rows_from * part[3] * 32,
+                    xs + rows_from * part[3] * 16, rows, results + i * 64, 256, 0, room,
+                )  # fmt: skip
+            for row in range(rows):
+                gate = results + row * 256
+                if bias != 0:
+                    row_add(gate, bias + block * 128, 32)
+                    row_add(gate + 128, bias + (size + block * 32) * 4, 32)
+                row_silu_mul(gate, gate + 128, gate, 32)
+                at_row = (rows_from + row) * size + block * 32
+                row_quantize(gate, q + at_row, qs + at_row // 2, 32)
+
+
+@jit(**EXACT)
+def _rotate_head(  # type: ignore[no-untyped-def]
+    kv, head, qkv, vectors, eps, cos, sin, slot, scale, q, k, v, num_q_heads, num_kv_heads, dim,
+    room,
+):  # fmt: skip
+    """One head of q, or of k with its v, of one token: bias, norm, rotation; K and V to the slot."""
+    x = qkv + head * dim * 4
+    is_key = head >= num_q_heads
+    value = x + num_kv_heads * dim * 4
+    if vectors[QKV_BIAS] != 0:
+        row_add(x, vectors[QKV_BIAS] + head * dim * 4, dim)
+        if is_key:
+            row_add(value, vectors[QKV_BIAS] + (head + num_kv_heads) * dim * 4, dim)
+    norm = vectors[K_NORM] if is_key else vectors[Q_NORM]
+    if norm != 0:
+        _norm(x, norm, eps, x, dim)
+    if not is_key:
+        write_rotated(x, cos, sin, scale, q + head * dim * 4, dim)
+        return
+    write_rotated(x, cos, sin, np.float32(1), room, dim)
+    item_size = 2 if len(kv) == 2 else 4
+    unit, lane = slot // 16, slot % 16
+    at = (unit * num_kv_heads + head - num_q_heads) * 16 * dim * item_size
+    store_key(kv, room, k + at + lane * item_size, dim)
+    store_value(kv, value, v + at + lane * dim * item_size, dim)
+
+
+@jit(**EXACT)
+def places(arena, offsets):  # type: ignore[no-untyped-def]
+    """Addresses of the eight arrays of a step, each aligned to 64."""
+    at = aligned(arena)
+    return (
+        at + offsets[0], at + offsets[1], at + offsets[2], at + offsets[3], at + offsets[4],
+        at + offsets[5], at + offsets[6], at + offsets[7],
+    )  # fmt: skip
+
+
+@jit(**EXACT)
+def _work(  # type: ignore[no-untyped-def]
+    thread, threads, counters, patience, form, kv, x_array, slots, positions, tables, table_step,
+    units_per_block, weights, vectors, caches, cos, sin, final_norm, eps, scale, shape, out, tasks,
+    num_parts, partial, states, arena, offsets,
+):  # fmt: skip
+    """One thread's part of `run`. After each `meet` everything from before it is there."""
+    counter, x = counters.ctypes.data, x_array.ctypes.data
+    qkv, q, xq, xs, aq, aqs, fq, fqs = places(arena, offsets)
+    hidden, intermediate, hq, hkv, dim = shape
+    num_rows, group = len(slots), hq // hkv
+    q_size, qkv_size, heads = hq * dim, (hq + 2 * hkv) * dim, hq + hkv
+    most_blocks = max(hidden, max(intermediate, q_size)) // 32
+    room = np.empty(TILE_BYTES + 64 + MLP_ROWS * 256 + 4 * most_blocks * 512, np.uint8)
+    tile_room = aligned(room)
+    row_room = np.empty(max(hidden, dim), np.float32)
+    scratch = np.empty(scratch_size(group, dim), np.float32)
+    alone = num_rows < threads
+    if alone:  # every thread has rows of its own, of all the same content: that spares meetings
+        xq, xs = xq + thread * num_rows * hidden, xs + thread * num_rows * (hidden // 2)
+    first_row, last_row = (0, num_rows) if alone else share(num_rows, thread, threads)
+    first_head, last_head = share(num_rows * heads, thread, threads)
+    first_block, last_block = share(intermediate // 32, thread, threads)
+    where = (np.int64(0), aq, aqs, q_size)
+    if uses_tiles(form, num_rows):
+        begin_tiles(form)
+    for layer in range(len(weights)):
+        w, v = weights[layer], vectors[layer]
+        _norm_rows(
+            x, v[ATTENTION_NORM], eps, xq, xs, first_row, last_row, hidden, row_room.ctypes.data
+        )
+        if not alone:
+            meet(counter, threads, patience)
+        _project(form, w[QKV], xq, xs, num_rows, qkv, qkv_size * 4, 0, thread, threads, tile_room)
+        meet(counter, threads, patience)
+        for i in range(first_head, last_head):
+            row = i // heads
+            angle = positions[row] * dim * 4
+            _rotate_head(
+                kv, i % heads, qkv + row * qkv_size * 4, v, eps, cos + angle, sin + angle,
+                slots[row], scale, q + row * q_size * 4, caches[layer, 0], caches[layer, 1], hq,
+                hkv, dim, row_room.ctypes.data,
+            )  # fmt: skip
+        meet(counter, threads, patience)
+        for t in range(thread, len(tasks), threads):
+            at = t if num_parts > 0 else 0
+            attend(
+                kv, tasks[t], q, positions, tables, table_step, units_per_block, caches[layer, 0],
+                caches[layer, 1], hkv, group, dim, where, partial[at], states[at], scratch,
+            )  # fmt: skip
+        meet(counter, threads, patience)
+        if num_parts > 0:
+            for t in range(thread, len(tasks), threads):
+                join(t, tasks, positions, partial, states, group, dim, where)
+            meet(counter, threads, patience)
+        _project(form, w[O], aq, aqs, num_rows, x, hidden * 4, 1, thread, threads, tile_room)
+        meet(counter, threads, patience)
+        if v[O_BIAS] != 0:
+            first, last = share(num_rows, thread, threads)
+            for row in range(first, last):
+                row_add(x + row * hidden * 4, v[O_BIAS], hidden)
+            meet(counter, threads, patience)
+        _norm_rows(x, v[MLP_NORM], eps, xq, xs, first_row, last_row, hidden, row_room.ctypes.data)
+        if not alone:
+            meet(counter, threads, patience)
+        _gate_and_up(
+            form, w[GATE_UP], v[GATE_UP_BIAS], xq, xs, num_rows, intermediate, fq, fqs,
+            first_block, last_block, tile_room,
+        )  # fmt: skip
+        meet(counter, threads, patience)
+        _project(form, w[DOWN], fq, fqs, num_rows, x, hidden * 4, 1, thread, threads, tile_room)
+        meet(counter, threads, patience)
+        if v[DOWN_BIAS] != 0:
+            first, last = share(num_rows, thread, threads)
+            for row in range(first, last):
+                row_add(x + row * hidden * 4, v[DOWN_BIAS], hidden)
+            meet(counter, threads, patience)
+    if uses_tiles(form, num_rows):
+        end_tiles(form)
+    first, last = share(num_rows, thread, threads)
+    for row in range(first, last):
+        _norm(x + row * hidden * 4, final_norm, eps, out + row * hidden * 4, hidden)
+    room[0] = row_room[0] = scratch[0] = 0  # arrays must outlive the addresses in them
+
+
+@jit(parallel=True, **EXACT)
 def run(  # type: ignore[no-untyped-def]
     form, kv, x, slots, positions, starts, tables, units_per_block, weights, vectors, caches,
-    cos, sin, final_norm, eps, head_eps, scale, shape, out, threads,
+    cos, sin, final_norm, eps, scale, shape, out, threads, patience,
 ):  # fmt: skip
-    """All layers and the final norm for the rows of a step.
+    """All layers and the final norm for the rows of a step; returns whether all threads took part.
 
     Args:
         form, kv: tags of `forms` and of the kind of pages.
         x: float32 `[num_rows, hidden]`, the tokens' embeddings; overwritten.
         slots, positions: int64 `[num_rows]`. starts: int64 `[num_seqs + 1]`, rows of each sequence.
         tables: int32 `[num_seqs, max_blocks]`; a page is `units_per_block` units of 16 tokens.
-        weights: int64 `[num_layers, 4, NUM_PARTS, PART_FIELDS]`: `PackedWeight.address`, groups (0:
-            no such part) and the first output column.
+        weights: int64 `[num_layers, 4, NUM_PARTS, 8]`: `PackedWeight.address`, groups (0: no such
+            part) and the first output column.
         vectors: int64 `[num_layers, 8]`, addresses of float32 vectors, 0 = none.
         caches: int64 `[num_layers, 2]`, addresses of K and V.
         cos, sin: addresses of float32 `[positions, dim]`; sin carries the sign of its half.
-        final_norm: address. scale: softmax scale. eps, head_eps: of the norms.
+        final_norm: address. scale: softmax scale. eps: of the norms.
         shape: (hidden, intermediate, q heads, kv heads, dim).
         out: address of float32 `[num_rows, hidden]`.
-        threads: how many there are.
+        threads: how many there are. patience: as in `meet`.
     """
     hidden, intermediate, hq, hkv, dim = shape
-    num_rows = len(slots)
-    q_size, qkv_size = hq * dim, (hq + 2 * hkv) * dim
-    widest = max(hidden, max(intermediate, q_size))
-    x_room = np.empty(num_rows * widest + 64, np.uint8)
-    xs_room = np.empty(num_rows * (widest // 2) + 64, np.uint8)
-    xq, xs = aligned(x_room), aligned(xs_room)
-    wide_room = np.empty(num_rows * max(qkv_size + 2 * q_size, 2 * intermediate) * 4 + 64, np.uint8)
-    qkv = aligned(wide_room)
-    q = qkv + num_rows * qkv_size * 4
-    attended = q + num_rows * q_size * 4
-    gate_up = qkv
-    tasks = plan(starts, positions, hkv, hq // hkv)
+    rows = len(slots)
+    q_size, qkv_size, group = hq * dim, (hq + 2 * hkv) * dim, hq // hkv
+    # In units of half a byte: int8 values take 2, their scales 1, float32 8.
+    copies = threads if rows < threads else 1
+    sizes = np.array(
+        (
+            rows * qkv_size * 8, rows * q_size * 8, copies * rows * hidden * 2,
+            copies * rows * hidden, rows * q_size * 2, rows * q_size, rows * intermediate * 2,
+            rows * intermediate,
+        ),
+        np.int64,
+    )  # fmt: skip
+    offsets = np.zeros(9, np.int64)
+    for i in range(8):
+        offsets[i + 1] = offsets[i] + (sizes[i] // 2 + 63) // 64 * 64
+    arena = np.empty(offsets[8] + 64, np.uint8)
+    tasks = plan(starts, positions, hkv, group)
+    num_parts = count_parts(tasks, positions)
+    # The parts' results are found by the number of their task.
+    partial = np.empty((len(tasks) if num_parts > 0 else 1, group * dim), np.float32)
+    states = np.empty((len(tasks) if num_parts > 0 else 1, 4 * group), np.float32)
     flat_tables = tables.reshape(-1)
-    x_at = x.ctypes.data
-    for layer in range(len(weights)):
-        w, v = weights[layer], vectors[layer]
-        _norm_rows(x_at, v[ATTENTION_NORM], eps, xq, xs, num_rows, hidden)
-        _project(form, w[QKV], xq, xs, num_rows, qkv, qkv_size * 4, 0, threads)
-        _rotate_rows(
-            kv, qkv, v, head_eps, cos, sin, slots, positions, scale, q, caches[layer, 0],
-            caches[layer, 1], hq, hkv, dim,
+    table_step = tables.shape[1]
+    counters = np.zeros(COUNTERS, np.int64)
+    for thread in numba.prange(threads):
+        # The loop must have the arrays themselves: numba may free what it has only addresses of.
+        _work(
+            thread, threads, counters, patience, form, kv, x, slots, positions, flat_tables,
+            table_step, units_per_block, weights, vectors, caches, cos, sin, final_norm, eps,
+            scale, shape, out, tasks, num_parts, partial, states, arena, offsets,
         )  # fmt: skip
-        attend(
-            kv, tasks, q, q_size * 4, positions, flat_tables, tables.shape[1], units_per_block,
-            caches[layer, 0], caches[layer, 1], hkv, hq // hkv, dim, attended, q_size * 4, threads,
-        )  # fmt: skip
-        _quantize_rows(attended, num_rows, q_size, xq, xs)
-        _project(form, w[O], xq, xs, num_rows, x_at, hidden * 4, 1, threads)
-        _add_bias(x_at, v[O_BIAS], num_rows, hidden)
-        _norm_rows(x_at, v[MLP_NORM], eps, xq, xs, num_rows, hidden)
-        _project(form, w[GATE_UP], xq, xs, num_rows, gate_up, intermediate * 8, 0, threads)
-        _silu_rows(gate_up, v[GATE_UP_BIAS], xq, xs, num_rows, intermediate)
-        _project(form, w[DOWN], xq, xs, num_rows, x_at, hidden * 4, 1, threads)
-        _add_bias(x_at, v[DOWN_BIAS], num_rows, hidden)
-    for row in range(num_rows):
-        _norm(x_at + row * hidden * 4, final_norm, eps, out + row * hidden * 4, hidden)
-    # The arrays must outlive the addresses in them.
-    return x_room.size + xs_room.size + wide_room.size
+    return all_came(counters)
 
 
 @jit(**EXACT)

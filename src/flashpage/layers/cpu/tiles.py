@@ -25,6 +25,7 @@ from flashpage.layers.cpu.vectors import (
     i64,
     load,
     loop,
+    outlined,
     scaled,
     store,
 )
@@ -112,10 +113,8 @@ def _make(kind: int) -> Any:
         if kind == Q6_WIDE:
             sizes = ((_X_HALF, _W_HALF, 0, 0), (_X_HALF, _W_HALF, 16, 256))
 
-        def generate(context, b, signature, arguments):  # type: ignore[no-untyped-def]
-            if which != forms.AMX:
-                return context.get_dummy_value()
-            _, w, s, x, x_step, xs, xs_step, num_blocks, out, out_step, add, scratch = arguments
+        def emit(b: Any, arguments: list[Any]) -> None:
+            w, s, x, x_step, xs, xs_step, num_blocks, out, out_step, add, scratch = arguments
 
             def at(address: Any, offset: Any) -> Any:
                 return b.inttoptr(b.add(address, offset), _BYTES)
@@ -145,6 +144,10 @@ def _make(kind: int) -> Any:
             wants = b.icmp_signed("!=", add, i(0))
             for m in range(TILE_ROWS):
                 finish(b, totals[m], out, b.mul(out_step, i(m)), wants)
+
+        def generate(context, b, signature, arguments):  # type: ignore[no-untyped-def]
+            if which == forms.AMX:
+                outlined(b, f"flashpage_tile_{kind}", arguments[1:], emit)
             return context.get_dummy_value()
 
         return types.void(form, *[i64] * 11), generate

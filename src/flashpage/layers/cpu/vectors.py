@@ -105,6 +105,25 @@ def reduce_max(b: Any, x: Any) -> Any:
     return b.call(declare(b, "llvm.vector.reduce.fmax.v16f32", F32, [VF32]), [x])
 
 
+def outlined(
+    b: Any, name: str, arguments: Sequence[Any], emit: Callable[[Any, list[Any]], None]
+) -> None:
+    """Call a function of its own, made of what `emit(builder, arguments)` emits.
+
+    LLVM would put long loops into every caller, which multiplies the time to compile.
+    """
+    kind = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
+    function = b.module.globals.get(name)
+    if function is None:
+        function = ir.Function(b.module, kind, name)
+        function.linkage = "linkonce_odr"
+        function.attributes.add("noinline")
+        inside = ir.IRBuilder(function.append_basic_block("entry"))
+        emit(inside, list(function.args))
+        inside.ret_void()
+    b.call(function, arguments)
+
+
 def loop(
     b: Any, stop: Any, step: int, initial: Sequence[Any], body: Callable[[Any, list[Any]], Any]
 ) -> list[Any]:
