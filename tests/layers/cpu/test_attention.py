@@ -78,7 +78,6 @@ class Step:
         starts = np.cumsum([0, *(len(p) for p in positions)])
         scaled = (q * self.dim**-0.5).contiguous()
         out = torch.full((len(q), self.hq, self.dim), torch.nan)
-        row_bytes = 4 * self.hq * self.dim
         q8, scales = torch.empty(q.numel(), dtype=torch.int8), torch.empty(q.numel() // 8)
         tables = self.tables[list(which)].numpy()
         group = self.hq // self.hkv

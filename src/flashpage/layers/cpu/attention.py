@@ -15,7 +15,6 @@ from flashpage.layers.cpu.attention_vectors import (
     exp_scalar,
     narrow_values_1,
     narrow_values_4,
-    prefetch,
     row_copy,
     row_merge,
     row_multiply,
@@ -34,62 +33,61 @@ from flashpage.layers.cpu.attention_vectors import (
 from flashpage.layers.cpu.linear import EXACT
 from flashpage.layers.cpu.vectors import row_quantize
 
-SPLIT = 256
+SPLIT = 512
 """keys per split"""
 
 MAX_ROWS = 48
 """rows of one task at most, unless one token alone has more (query heads per kv head)"""
 
-FEW_ROWS = 16
-"""rows up to which reading the keys takes longer than working on them"""
-
 _NEG_INF = np.float32(-np.inf)
 
 
 @jit(**EXACT)
-def _scores(kv, n, q, s, k0, k1, k2, k3, dim):  # type: ignore[no-untyped-def]
+def _scores(kv, n, q, s, k0, k1, k2, k3, n0, n1, n2, n3, dim):  # type: ignore[no-untyped-def]
     """Scores of up to n rows; returns how many."""
     if n >= 6:
-        scores_6(kv, q, s, k0, k1, k2, k3, dim)
+        scores_6(kv, q, s, k0, k1, k2, k3, n0, n1, n2, n3, dim)
         return 6
     if n >= 4:
-        scores_4(kv, q, s, k0, k1, k2, k3, dim)
+        scores_4(kv, q, s, k0, k1, k2, k3, n0, n1, n2, n3, dim)
         return 4
     if n == 3:
-        scores_3(kv, q, s, k0, k1, k2, k3, dim)
+        scores_3(kv, q, s, k0, k1, k2, k3, n0, n1, n2, n3, dim)
     elif n == 2:
-        scores_2(kv, q, s, k0, k1, k2, k3, dim)
+        scores_2(kv, q, s, k0, k1, k2, k3, n0, n1, n2, n3, dim)
     else:
-        scores_1(kv, q, s, k0, k1, k2, k3, dim)
+        scores_1(kv, q, s, k0, k1, k2, k3, n0, n1, n2, n3, dim)
     return n
 
 
 @jit(**EXACT)
-def _values(kv, n, p, count, v, item_size, dim, o):  # type: ignore[no-untyped-def]
+def _values(kv, n, p, count, v, next_v, item_size, dim, o):  # type: ignore[no-untyped-def]
     """Add `count` of 16 values to n rows, as many as `_scores` takes."""
     d = 0
     while d + 64 <= dim:
         if n == 6:
-            values_6(kv, p, count, v + d * item_size, dim, o + d * 4)
+            values_6(kv, p, count, v + d * item_size, next_v + d * item_size, dim, o + d * 4)
         elif n == 4:
-            values_4(kv, p, count, v + d * item_size, dim, o + d * 4)
+            values_4(kv, p, count, v + d * item_size, next_v + d * item_size, dim, o + d * 4)
         elif n == 3:
-            values_3(kv, p, count, v + d * item_size, dim, o + d * 4)
+            values_3(kv, p, count, v + d * item_size, next_v + d * item_size, dim, o + d * 4)
         elif n == 2:
-            values_2(kv, p, count, v + d * item_size, dim, o + d * 4)
+            values_2(kv, p, count, v + d * item_size, next_v + d * item_size, dim, o + d * 4)
         else:
-            values_1(kv, p, count, v + d * item_size, dim, o + d * 4)
+            values_1(kv, p, count, v + d * item_size, next_v + d * item_size, dim, o + d * 4)
         d += 64
     while d < dim:
         row = 0
         while row + 4 <= n:
             narrow_values_4(
-                kv, p + row * KEYS * 4, count, v + d * item_size, dim, o + (row * dim + d) * 4
+                kv, p + row * KEYS * 4, count, v + d * item_size, next_v + d * item_size, dim,
+                o + (row * dim + d) * 4,
             )
             row += 4
         while row < n:
             narrow_values_1(
-                kv, p + row * KEYS * 4, count, v + d * item_size, dim, o + (row * dim + d) * 4
+                kv, p + row * KEYS * 4, count, v + d * item_size, next_v + d * item_size, dim,
+                o + (row * dim + d) * 4,
             )
             row += 1
         d += 16
@@ -98,16 +96,6 @@ def _values(kv, n, p, count, v, item_size, dim, o):  # type: ignore[no-untyped-d
 @jit(**EXACT)
 def _unit(table, index, units_per_block):  # type: ignore[no-untyped-def]
     return np.int64(table[index // units_per_block]) * units_per_block + index % units_per_block
-
-
-@jit(**EXACT)
-def _prefetch(table, unit, last_unit, units_per_block, unit_bytes, k, v, num_bytes):  # type: ignore[no-untyped-def]
-    """Ask for the keys and values of the next units."""
-    for index in range(unit, min(unit + 4, last_unit + 1)):
-        at = _unit(table, index, units_per_block) * unit_bytes
-        for line in range(0, num_bytes, 64):
-            prefetch(k + at + line)
-            prefetch(v + at + line)
 
 
 @jit(**EXACT)
@@ -125,21 +113,22 @@ def _attend_split(  # type: ignore[no-untyped-def]
     o[: rows * dim] = np.float32(0)
     s_at, o_at, state_at = s.ctypes.data, o.ctypes.data, state.ctypes.data
     last_unit = (end - 1) // 16
-    bytes_each = 16 * dim * item_size
     for first in range(begin, end, KEYS):
         unit = first // 16
         u0 = _unit(table, unit, units_per_block) * unit_bytes
         u1 = _unit(table, min(unit + 1, last_unit), units_per_block) * unit_bytes
         u2 = _unit(table, min(unit + 2, last_unit), units_per_block) * unit_bytes
         u3 = _unit(table, min(unit + 3, last_unit), units_per_block) * unit_bytes
-        if rows <= FEW_ROWS:
-            _prefetch(table, unit + 4, last_unit, units_per_block, unit_bytes, k, v, bytes_each)
+        n0 = _unit(table, min(unit + 4, last_unit), units_per_block) * unit_bytes
+        n1 = _unit(table, min(unit + 5, last_unit), units_per_block) * unit_bytes
+        n2 = _unit(table, min(unit + 6, last_unit), units_per_block) * unit_bytes
+        n3 = _unit(table, min(unit + 7, last_unit), units_per_block) * unit_bytes
         begin_row = max(0, first - position) * group
         row = begin_row
         while row < rows:
             row += _scores(
                 kv, rows - row, q + row * dim * 4, s_at + row * KEYS * 4, k + u0, k + u1, k + u2,
-                k + u3, dim,
+                k + u3, k + n0, k + n1, k + n2, k + n3, dim,
             )  # fmt: skip
         for row in range(begin_row, rows):
             valid = min(position + row // group + 1, end) - first
@@ -153,9 +142,10 @@ def _attend_split(  # type: ignore[no-untyped-def]
             valid = min(min(position + (row + n - 1) // group + 1, end) - first, KEYS)
             for part in range((valid + 15) // 16):
                 at = u0 if part == 0 else (u1 if part == 1 else (u2 if part == 2 else u3))
+                later = n0 if part == 0 else (n1 if part == 1 else (n2 if part == 2 else n3))
                 _values(
                     kv, n, s_at + (row * KEYS + part * 16) * 4, min(16, valid - part * 16), v + at,
-                    item_size, dim, o_at + row * dim * 4,
+                    v + later, item_size, dim, o_at + row * dim * 4,
                 )  # fmt: skip
             row += n
 

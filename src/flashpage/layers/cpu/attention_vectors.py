@@ -54,27 +54,44 @@ def _load_kv(b: Any, kind: int, address: Any, element: Any) -> Any:
     return load(b, address, scaled(b, element, 4), VF32, 4)
 
 
+def _prefetch(b: Any, address: Any, offset: Any) -> None:
+    """Ask for a cache line that is needed soon."""
+    bytes_ = ir.PointerType(ir.IntType(8))
+    function = declare(b, "llvm.prefetch.p0", ir.VoidType(), [bytes_, I32, I32, I32])
+    for_reading, all_caches, data_cache = (ir.Constant(I32, n) for n in (0, 3, 1))
+    b.call(function, [b.inttoptr(b.add(address, offset), bytes_), for_reading, all_caches, data_cache])
+
+
 def _make_scores(num_rows: int) -> Any:
     @intrinsic
-    def scores(typing_context, kv, q, s, k0, k1, k2, k3, dim):  # type: ignore[no-untyped-def]
-        """`s[row][:64] = q[row] . k` for 4 units of 16 keys; q `[num_rows, dim]`, s `[.., 64]`."""
+    def scores(typing_context, kv, q, s, k0, k1, k2, k3, n0, n1, n2, n3, dim):  # type: ignore[no-untyped-def]
+        """`s[row][:64] = q[row] . k` for 4 units of 16 keys; q `[num_rows, dim]`, s `[.., 64]`.
+
+        n0 ... n3: the units that come next, which are asked for meanwhile.
+        """
         which = kv.count
+        turn = 2 if which == BFLOAT16_KV else 1  # values of d whose 16 keys are a cache line
 
         def emit(b: Any, arguments: list[Any]) -> None:
             q, s, *units, dim = arguments
+            units, next_units = units[:_GROUPS], units[_GROUPS:]
             rows = range(num_rows)
             q_rows = [b.add(q, b.mul(scaled(b, dim, 4), i(row))) for row in rows]
 
-            def body(d: Any, sums: list[Any]) -> list[Any]:
-                keys = [_load_kv(b, which, unit, scaled(b, d, LANES)) for unit in units]
-                new = []
-                for row in rows:
-                    factor = splat(b, load(b, q_rows[row], scaled(b, d, 4), F32, 4))
-                    old = sums[row * _GROUPS : (row + 1) * _GROUPS]
-                    new += [fma(b, factor, key, x) for key, x in zip(keys, old, strict=True)]
-                return new
+            def body(first: Any, sums: list[Any]) -> list[Any]:
+                for unit in next_units:
+                    _prefetch(b, unit, scaled(b, first, LANES * (2 if turn == 2 else 4)))
+                for d in (b.add(first, i(n)) for n in range(turn)):
+                    keys = [_load_kv(b, which, unit, scaled(b, d, LANES)) for unit in units]
+                    new = []
+                    for row in rows:
+                        factor = splat(b, load(b, q_rows[row], scaled(b, d, 4), F32, 4))
+                        old = sums[row * _GROUPS : (row + 1) * _GROUPS]
+                        new += [fma(b, factor, key, x) for key, x in zip(keys, old, strict=True)]
+                    sums = new
+                return sums
 
-            sums = loop(b, dim, 1, [ZERO] * (num_rows * _GROUPS), body)
+            sums = loop(b, dim, turn, [ZERO] * (num_rows * _GROUPS), body)
             for at, total in enumerate(sums):
                 store(b, total, s, i(64 * at), 4)
 
@@ -82,22 +99,24 @@ def _make_scores(num_rows: int) -> Any:
             outlined(b, f"flashpage_scores_{num_rows}_{which}", arguments[1:], emit)
             return context.get_dummy_value()
 
-        return types.void(kv, *[i64] * 7), generate
+        return types.void(kv, *[i64] * 11), generate
 
     return scores
 
 
 def _make_values(num_rows: int, width: int) -> Any:
     @intrinsic
-    def values(typing_context, kv, p, count, v, dim, o):  # type: ignore[no-untyped-def]
+    def values(typing_context, kv, p, count, v, next_v, dim, o):  # type: ignore[no-untyped-def]
         """`o[row][:width] += sum_t p[row][t] * v[t][:width]` for the first `count` >= 1 of 16 keys.
 
-        p `[num_rows, 64]`, v `[16, dim]`, o `[num_rows, dim]`.
+        p `[num_rows, 64]`, v `[16, dim]`, o `[num_rows, dim]`. next_v: the same of a unit that
+        comes later, which is asked for meanwhile.
         """
         which = kv.count
 
         def emit(b: Any, arguments: list[Any]) -> None:
-            p, count, v, dim, o = arguments
+            p, count, v, next_v, dim, o = arguments
+            size = 2 if which == BFLOAT16_KV else 4
             parts = [
                 b.add(b.mul(scaled(b, dim, 4), i(row)), i(4 * part))
                 for row in range(num_rows)
@@ -107,6 +126,8 @@ def _make_values(num_rows: int, width: int) -> Any:
 
             def body(t: Any, sums: list[Any]) -> list[Any]:
                 first = b.mul(t, dim)
+                for line in range(0, width * size, 64):
+                    _prefetch(b, next_v, b.add(scaled(b, first, size), i(line)))
                 row_v = [
                     _load_kv(b, which, v, b.add(first, i(part))) for part in range(0, width, LANES)
                 ]
@@ -126,7 +147,7 @@ def _make_values(num_rows: int, width: int) -> Any:
             outlined(b, f"flashpage_values_{num_rows}_{width}_{which}", arguments[1:], emit)
             return context.get_dummy_value()
 
-        return types.void(kv, *[i64] * 5), generate
+        return types.void(kv, *[i64] * 6), generate
 
     return values
 
@@ -204,22 +225,6 @@ def row_copy(typing_context, x, out, n):  # type: ignore[no-untyped-def]
         return context.get_dummy_value()
 
     return types.void(*[i64] * 3), generate
-
-
-@intrinsic
-def prefetch(typing_context, address):  # type: ignore[no-untyped-def]
-    """Ask for the cache line at an address, for the second-level cache: there are more requests
-    that can be on their way to it than to the first."""
-
-    def generate(context, b, signature, arguments):  # type: ignore[no-untyped-def]
-        bytes_ = ir.PointerType(ir.IntType(8))
-        function = declare(b, "llvm.prefetch.p0", ir.VoidType(), [bytes_, I32, I32, I32])
-        for_reading, second_level, data_cache = (ir.Constant(I32, n) for n in (0, 2, 1))
-        place = b.inttoptr(arguments[0], bytes_)
-        b.call(function, [place, for_reading, second_level, data_cache])
-        return context.get_dummy_value()
-
-    return types.void(i64), generate
 
 
 @intrinsic

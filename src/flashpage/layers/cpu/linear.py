@@ -202,7 +202,9 @@ def _linear_share(  # type: ignore[no-untyped-def]
 
 
 @jit(parallel=True, **EXACT)
-def linear(form, part, groups, source, num_rows, size, out, out_step, threads, patience):  # type: ignore[no-untyped-def]
+def linear(  # type: ignore[no-untyped-def]
+    form, part, groups, source, num_rows, size, out, out_step, threads, patience
+):
     """`out = source @ w.T`; returns whether all threads took part.
 
     Args:

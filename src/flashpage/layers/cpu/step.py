@@ -123,7 +123,7 @@ def _rotate_head(  # type: ignore[no-untyped-def]
     kv, head, qkv, vectors, eps, cos, sin, slot, scale, q, k, v, num_q_heads, num_kv_heads, dim,
     room,
 ):  # fmt: skip
-    """One head of q, or of k with its v, of one token: bias, norm, rotation; K and V to the slot."""
+    """A head of q, or of k with its v, of one token: bias, norm, rotation; K and V to the slot."""
     x = qkv + head * dim * 4
     is_key = head >= num_q_heads
     value = x + num_kv_heads * dim * 4
