@@ -115,6 +115,11 @@ class QuantizedDecoder(nn.Module):
         self.config = config
         self.dtype = dtype
         self.form = forms.best_form() if form is None else form
+        if self.form not in forms.available_forms():
+            raise ArgumentError(
+                f"form = {form!r} can not be run here: this processor has "
+                f"{', '.join(forms.available_forms())}"
+            )
         self.layers_ = list(layers)
         self.embedding, self.head, self.norm_weight = embedding, head, norm
         self.rotary = RotaryEmbedding(config.head_dim, config.rope)

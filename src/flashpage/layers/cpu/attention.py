@@ -16,6 +16,7 @@ from flashpage.layers.cpu.attention_vectors import (
     narrow_values_1,
     narrow_values_4,
     row_copy,
+    row_expand,
     row_merge,
     row_multiply,
     scores_1,
@@ -38,6 +39,9 @@ SPLIT = 512
 
 MAX_ROWS = 48
 """rows of one task at most, unless one token alone has more (query heads per kv head)"""
+
+FEW_ROWS = 12
+"""rows up to which 16-bit keys are made float32 as they are used, and not once before"""
 
 _NEG_INF = np.float32(-np.inf)
 
@@ -109,55 +113,94 @@ def _unit(table, index, units_per_block):  # type: ignore[no-untyped-def]
 
 
 @jit(**EXACT)
+def _attend_keys(  # type: ignore[no-untyped-def]
+    kv, q, begin_row, rows, group, position, first, end, k, v, next_k, next_v, dim, s, o, state
+):
+    """The 64 keys from `first` on, for rows `begin_row ... rows`; see `_attend_split`.
+
+    k, v: addresses of the head in the four units of these keys; next_k, next_v: of those that come
+    next.
+    """
+    item_size = 2 if len(kv) == 2 else 4
+    s_at, o_at, state_at = s.ctypes.data, o.ctypes.data, state.ctypes.data
+    row = begin_row
+    while row < rows:
+        row += _scores(
+            kv, rows - row, q + row * dim * 4, s_at + row * KEYS * 4, k[0], k[1], k[2], k[3],
+            next_k[0], next_k[1], next_k[2], next_k[3], dim,
+        )  # fmt: skip
+    for row in range(begin_row, rows):
+        valid = min(position + row // group + 1, end) - first
+        softmax(s_at + row * KEYS * 4, min(valid, KEYS), state_at + row * 16)
+        if state[4 * row + 2] != 1:
+            row_multiply(o_at + row * dim * 4, state[4 * row + 2], dim)
+    row = begin_row
+    while row < rows:
+        n = rows - row
+        n = 6 if n >= 6 else (4 if n >= 4 else n)
+        valid = min(min(position + (row + n - 1) // group + 1, end) - first, KEYS)
+        for part in range((valid + 15) // 16):
+            _values(
+                kv, n, s_at + (row * KEYS + part * 16) * 4, min(16, valid - part * 16), v[part],
+                next_v[part], item_size, dim, o_at + row * dim * 4,
+            )  # fmt: skip
+        row += n
+
+
+@jit(**EXACT)
+def _unit_addresses(base, table, unit, last_unit, units_per_block, unit_bytes):  # type: ignore[no-untyped-def]
+    """Of four units of a sequence; the last one stands in for those that are not there."""
+    return (
+        base + _unit(table, min(unit, last_unit), units_per_block) * unit_bytes,
+        base + _unit(table, min(unit + 1, last_unit), units_per_block) * unit_bytes,
+        base + _unit(table, min(unit + 2, last_unit), units_per_block) * unit_bytes,
+        base + _unit(table, min(unit + 3, last_unit), units_per_block) * unit_bytes,
+    )
+
+
+@jit(**EXACT)
+def _expanded(kv, units, dim, room):  # type: ignore[no-untyped-def]
+    """The head in four units as float32 in `room`; returns their addresses there."""
+    size = 16 * dim
+    for i in range(4):
+        row_expand(kv, units[i], room + i * size * 4, size)
+    return room, room + size * 4, room + 2 * size * 4, room + 3 * size * 4
+
+
+@jit(**EXACT)
 def _attend_split(  # type: ignore[no-untyped-def]
-    kv, q, rows, group, position, table, units_per_block, k, v, unit_bytes, item_size, dim, begin,
-    end, s, o, state,
+    kv, q, rows, group, position, table, units_per_block, k, v, unit_bytes, dim, begin, end, s, o,
+    state, keys_room,
 ):  # fmt: skip
     """Keys `begin ... end` of one sequence for rows of one kv head, into o and state.
 
     Row r is query head `r % group` of the token at `position + r // group`. k and v: addresses of
-    the head in unit 0. s, o, state: scratch `[rows, 64]`, `[rows, dim]`, `[rows, 4]` float32.
+    the head in unit 0. s, o, state: scratch `[rows, 64]`, `[rows, dim]`, `[rows, 4]` float32;
+    keys_room: address of scratch `[2, 64, dim]` float32.
     """
     for row in range(rows):
         state[4 * row], state[4 * row + 1] = _NEG_INF, np.float32(0)
     o[: rows * dim] = np.float32(0)
-    s_at, o_at, state_at = s.ctypes.data, o.ctypes.data, state.ctypes.data
     last_unit = (end - 1) // 16
     for first in range(begin, end, KEYS):
         unit = first // 16
-        u0 = _unit(table, unit, units_per_block) * unit_bytes
-        u1 = _unit(table, min(unit + 1, last_unit), units_per_block) * unit_bytes
-        u2 = _unit(table, min(unit + 2, last_unit), units_per_block) * unit_bytes
-        u3 = _unit(table, min(unit + 3, last_unit), units_per_block) * unit_bytes
-        n0 = _unit(table, min(unit + 4, last_unit), units_per_block) * unit_bytes
-        n1 = _unit(table, min(unit + 5, last_unit), units_per_block) * unit_bytes
-        n2 = _unit(table, min(unit + 6, last_unit), units_per_block) * unit_bytes
-        n3 = _unit(table, min(unit + 7, last_unit), units_per_block) * unit_bytes
+        this_k = _unit_addresses(k, table, unit, last_unit, units_per_block, unit_bytes)
+        this_v = _unit_addresses(v, table, unit, last_unit, units_per_block, unit_bytes)
+        next_k = _unit_addresses(k, table, unit + 4, last_unit, units_per_block, unit_bytes)
+        next_v = _unit_addresses(v, table, unit + 4, last_unit, units_per_block, unit_bytes)
         begin_row = max(0, first - position) * group
-        row = begin_row
-        while row < rows:
-            row += _scores(
-                kv, rows - row, q + row * dim * 4, s_at + row * KEYS * 4, k + u0, k + u1, k + u2,
-                k + u3, k + n0, k + n1, k + n2, k + n3, dim,
+        if len(kv) == 2 and rows > FEW_ROWS:
+            wide_k = _expanded(kv, this_k, dim, keys_room)
+            wide_v = _expanded(kv, this_v, dim, keys_room + KEYS * dim * 4)
+            _attend_keys(
+                (np.int64(0),), q, begin_row, rows, group, position, first, end, wide_k, wide_v,
+                next_k, next_v, dim, s, o, state,
             )  # fmt: skip
-        for row in range(begin_row, rows):
-            valid = min(position + row // group + 1, end) - first
-            softmax(s_at + row * KEYS * 4, min(valid, KEYS), state_at + row * 16)
-            if state[4 * row + 2] != 1:
-                row_multiply(o_at + row * dim * 4, state[4 * row + 2], dim)
-        row = begin_row
-        while row < rows:
-            n = rows - row
-            n = 6 if n >= 6 else (4 if n >= 4 else n)
-            valid = min(min(position + (row + n - 1) // group + 1, end) - first, KEYS)
-            for part in range((valid + 15) // 16):
-                at = u0 if part == 0 else (u1 if part == 1 else (u2 if part == 2 else u3))
-                later = n0 if part == 0 else (n1 if part == 1 else (n2 if part == 2 else n3))
-                _values(
-                    kv, n, s_at + (row * KEYS + part * 16) * 4, min(16, valid - part * 16), v + at,
-                    v + later, item_size, dim, o_at + row * dim * 4,
-                )  # fmt: skip
-            row += n
+        else:
+            _attend_keys(
+                kv, q, begin_row, rows, group, position, first, end, this_k, this_v, next_k, next_v,
+                dim, s, o, state,
+            )  # fmt: skip
 
 
 @jit(**EXACT)
@@ -241,7 +284,7 @@ def _is_part(task, positions):  # type: ignore[no-untyped-def]
 @jit(**EXACT)
 def scratch_size(group, dim):  # type: ignore[no-untyped-def]
     """float32 that `attend` needs."""
-    return max(1, MAX_ROWS // group) * group * (KEYS + 3 * dim + 8)
+    return max(1, MAX_ROWS // group) * group * (KEYS + 3 * dim + 8) + 2 * KEYS * dim
 
 
 @jit(**EXACT)
@@ -276,13 +319,14 @@ def attend(  # type: ignore[no-untyped-def]
     for token in range(tokens):
         column = (first_row + token) * where[3] + head * group * dim
         row_copy(q + column * 4, q_rows.ctypes.data + token * group * dim * 4, group * dim)
+    keys_room = scratch.ctypes.data + rows * (KEYS + 3 * dim + 8) * 4
     position = positions[first_row]
     table = tables[sequence * table_step : (sequence + 1) * table_step]
     head_at = head * 16 * dim * item_size
     for key in range(begin, end, SPLIT):
         _attend_split(
             kv, q_rows.ctypes.data, rows, group, position, table, units_per_block, k + head_at,
-            v + head_at, unit_bytes, item_size, dim, key, min(key + SPLIT, end), s, o, state,
+            v + head_at, unit_bytes, dim, key, min(key + SPLIT, end), s, o, state, keys_room,
         )  # fmt: skip
         if key == begin:
             total[:] = o

@@ -21,7 +21,6 @@ from flashpage.layers.cpu.vectors import (
     VI32,
     ZERO,
     constant,
-    declare,
     exp,
     f32,
     fma,
@@ -32,6 +31,7 @@ from flashpage.layers.cpu.vectors import (
     loop,
     maximum,
     outlined,
+    prefetch,
     reduce_add,
     reduce_max,
     scaled,
@@ -54,16 +54,6 @@ def _load_kv(b: Any, kind: int, address: Any, element: Any) -> Any:
     return load(b, address, scaled(b, element, 4), VF32, 4)
 
 
-def _prefetch(b: Any, address: Any, offset: Any) -> None:
-    """Ask for a cache line that is needed soon."""
-    bytes_ = ir.PointerType(ir.IntType(8))
-    function = declare(b, "llvm.prefetch.p0", ir.VoidType(), [bytes_, I32, I32, I32])
-    for_reading, all_caches, data_cache = (ir.Constant(I32, n) for n in (0, 3, 1))
-    b.call(
-        function, [b.inttoptr(b.add(address, offset), bytes_), for_reading, all_caches, data_cache]
-    )
-
-
 def _make_scores(num_rows: int) -> Any:
     @intrinsic
     def scores(typing_context, kv, q, s, k0, k1, k2, k3, n0, n1, n2, n3, dim):  # type: ignore[no-untyped-def]
@@ -82,7 +72,7 @@ def _make_scores(num_rows: int) -> Any:
 
             def body(first: Any, sums: list[Any]) -> list[Any]:
                 for unit in next_units:
-                    _prefetch(b, unit, scaled(b, first, LANES * (2 if turn == 2 else 4)))
+                    prefetch(b, unit, scaled(b, first, LANES * (2 if turn == 2 else 4)))
                 for d in (b.add(first, i(n)) for n in range(turn)):
                     keys = [_load_kv(b, which, unit, scaled(b, d, LANES)) for unit in units]
                     new = []
@@ -129,7 +119,7 @@ def _make_values(num_rows: int, width: int) -> Any:
             def body(t: Any, sums: list[Any]) -> list[Any]:
                 first = b.mul(t, dim)
                 for line in range(0, width * size, 64):
-                    _prefetch(b, next_v, b.add(scaled(b, first, size), i(line)))
+                    prefetch(b, next_v, b.add(scaled(b, first, size), i(line)))
                 row_v = [
                     _load_kv(b, which, v, b.add(first, i(part))) for part in range(0, width, LANES)
                 ]
@@ -227,6 +217,24 @@ def row_copy(typing_context, x, out, n):  # type: ignore[no-untyped-def]
         return context.get_dummy_value()
 
     return types.void(*[i64] * 3), generate
+
+
+@intrinsic
+def row_expand(typing_context, kv, x, out, n):  # type: ignore[no-untyped-def]
+    """n values of pages as float32, n a multiple of 16."""
+    which = kv.count
+
+    def generate(context, b, signature, arguments):  # type: ignore[no-untyped-def]
+        _, x, out, n = arguments
+
+        def body(at: Any, _: list[Any]) -> list[Any]:
+            store(b, _load_kv(b, which, x, at), out, scaled(b, at, 4), 4)
+            return []
+
+        loop(b, n, LANES, [], body)
+        return context.get_dummy_value()
+
+    return types.void(kv, i64, i64, i64), generate
 
 
 @intrinsic

@@ -35,10 +35,14 @@ from flashpage.layers.cpu.vectors import (
     load,
     loop,
     outlined,
+    prefetch,
     scaled,
     splat,
     store,
 )
+
+_AHEAD = 4096
+"""bytes by which weights are asked for before they are needed: the next group follows in memory"""
 
 
 def _parts(b: Any, x: Any, count: int) -> list[Any]:
@@ -191,7 +195,10 @@ def _make(num_rows: int, kind: int) -> Any:
             num_sums = 2 if kind == Q6_WIDE else 1
 
             def body(block: Any, totals: list[Any]) -> list[Any]:
-                vectors = weight_vectors(b, w, scaled(b, block, BLOCK_BYTES[kind]), bits)
+                offset = scaled(b, block, BLOCK_BYTES[kind])
+                for line in range(0, BLOCK_BYTES[kind], 64):
+                    prefetch(b, w, b.add(offset, i(_AHEAD + line)))
+                vectors = weight_vectors(b, w, offset, bits)
                 sums = [[ZERO_I] * num_sums for _ in rows]
                 for j, vector in enumerate(vectors):
                     half = j // 4 if num_sums == 2 else 0

@@ -34,13 +34,13 @@ from flashpage.layers.cpu.tiles import (
     q8_tile,
     unpack_q4,
 )
-from flashpage.layers.cpu.vectors import row_quantize
+from flashpage.layers.cpu.vectors import row_quantize, row_residual
 
 _AMX = forms.AMX
 EXACT = {"fastmath": False}
 """jit options of kernels whose float32 operations must stay as written, in their order"""
 
-TILE_BYTES = 2048
+TILE_BYTES = 4096
 """scratch of one product with tiles, before unpacked weights"""
 
 
@@ -172,7 +172,10 @@ def multiply_group(  # type: ignore[no-untyped-def]
 def multiply_columns(  # type: ignore[no-untyped-def]
     form, part, first, last, x, xs, num_rows, out, out_step, add, scratch
 ):
-    """Output columns `16 * first ... 16 * last` of one packed weight; scratch: TILE_BYTES, and 512 per block."""
+    """Output columns `16 * first ... 16 * last` of one packed weight.
+
+    scratch: TILE_BYTES, and 512 for each block of a row.
+    """
     for group in range(first, last):
         bytes_at = group_bytes(form, part, group, num_rows, scratch + TILE_BYTES, False)
         multiply_group(
@@ -187,18 +190,30 @@ def _linear_share(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """One thread's part of `linear`."""
     x, xs = aligned(x_room), aligned(xs_room)
+    rest_x, rest_xs = x + num_rows * size, xs + num_rows * (size // 2)
     room = np.empty(TILE_BYTES + 64 + part[3] * 512, np.uint8)
+    row_room = np.empty(size, np.float32)
     first, last = share(num_rows, thread, threads)
     for row in range(first, last):
-        row_quantize(source + row * size * 4, x + row * size, xs + row * (size // 2), size)
+        at, at_s = row * size, row * (size // 2)
+        row_quantize(source + at * 4, x + at, xs + at_s, size)
+        row_residual(source + at * 4, x + at, xs + at_s, row_room.ctypes.data, size)
+        row_quantize(row_room.ctypes.data, rest_x + at, rest_xs + at_s, size)
     meet(counters.ctypes.data, threads, patience)
     if uses_tiles(form, num_rows):
         begin_tiles(form)
+    scratch = aligned(room)
     first, last = share(groups, thread, threads)
-    multiply_columns(form, part, first, last, x, xs, num_rows, out, out_step, 0, aligned(room))
+    for group in range(first, last):
+        bytes_at = group_bytes(form, part, group, num_rows, scratch + TILE_BYTES, False)
+        for add in range(2):
+            multiply_group(
+                form, part, group, bytes_at, rest_x if add else x, rest_xs if add else xs,
+                num_rows, out + group * 64, out_step, add, scratch,
+            )  # fmt: skip
     if uses_tiles(form, num_rows):
         end_tiles(form)
-    room[0] = 0  # it must outlive the addresses in it
+    room[0] = row_room[0] = 0  # they must outlive the addresses in them
 
 
 @jit(parallel=True, **EXACT)
@@ -207,6 +222,9 @@ def linear(  # type: ignore[no-untyped-def]
 ):
     """`out = source @ w.T`; returns whether all threads took part.
 
+    source is quantised twice: what the first rounds away is a second row of int8. That is for
+    logits, where an error shows at once, and costs little, as the weights are read once.
+
     Args:
         part: as in `multiply_group`; groups: of 16 output columns.
         source: address of contiguous float32 rows of `size` values.
@@ -214,12 +232,12 @@ def linear(  # type: ignore[no-untyped-def]
         patience: as in `meet`.
     """
     counters = np.zeros(COUNTERS, np.int64)
-    x_room = np.empty(num_rows * size + 64, np.uint8)
-    xs_room = np.empty(num_rows * size // 2 + 64, np.uint8)
+    x_room = np.empty(2 * num_rows * size + 64, np.uint8)
+    xs_room = np.empty(num_rows * size + 64, np.uint8)
     for thread in numba.prange(threads):
         # The loop must have the arrays themselves: numba may free what it has only addresses of.
         _linear_share(
-            thread, threads, counters, patience, form, part, groups, source, num_rows, size, out,
-            out_step, x_room, xs_room,
+            np.int64(thread), threads, counters, patience, form, part, groups, source, num_rows,
+            size, out, out_step, x_room, xs_room,
         )  # fmt: skip
     return all_came(counters)

@@ -24,7 +24,7 @@ from flashpage.layers.cpu.linear import (
     uses_tiles,
 )
 from flashpage.layers.cpu.packing import Q6_WIDE
-from flashpage.layers.cpu.sync import COUNTERS, all_came, meet
+from flashpage.layers.cpu.sync import COUNTERS, all_came, meet, take
 from flashpage.layers.cpu.tiles import begin_tiles, end_tiles
 from flashpage.layers.cpu.vectors import (
     half_at,
@@ -45,6 +45,12 @@ NUM_PARTS, GROUPS, COLUMN = 3, 6, 7
 """A projection has up to so many packed weights (of several kinds); where a part's number of groups
 and its first output column stand, after what `multiply_group` takes."""
 
+TICKET_ROWS = 16
+"""rows from which threads take work piece by piece: one may be slower than another"""
+
+ATTENTION = 16
+"""where the counter of attention stands, after those of the projections"""
+
 MLP_ROWS = 64
 """rows for which gate and up are computed before they are multiplied"""
 
@@ -64,16 +70,29 @@ def _norm_rows(x, weight, eps, q, xs, first, last, size, room):  # type: ignore[
 
 
 @jit(**EXACT)
-def _project(form, parts, x, xs, num_rows, out, out_step, add, thread, threads, room):  # type: ignore[no-untyped-def]
-    """This thread's columns of all packed weights of one projection, side by side."""
+def _project(  # type: ignore[no-untyped-def]
+    form, parts, x, xs, num_rows, out, out_step, add, thread, threads, tickets, room
+):
+    """This thread's columns of all packed weights of one projection, side by side.
+
+    tickets: a counter for each part, from which threads take what to do next where that is much.
+    """
     for i in range(NUM_PARTS):
         part = parts[i]
         if part[GROUPS] > 0:
             first, last = share(part[GROUPS], thread, threads)
-            multiply_columns(
-                form, part, first, last, x, xs, num_rows, out + part[COLUMN] * 4, out_step, add,
-                room,
-            )  # fmt: skip
+            if num_rows >= TICKET_ROWS:
+                first = take(tickets.ctypes.data + 8 * i)
+                last = min(first + 1, part[GROUPS])
+            while first < last:
+                multiply_columns(
+                    form, part, first, last, x, xs, num_rows, out + part[COLUMN] * 4, out_step,
+                    add, room,
+                )  # fmt: skip
+                first = last
+                if num_rows >= TICKET_ROWS:
+                    first = take(tickets.ctypes.data + 8 * i)
+                    last = min(first + 1, part[GROUPS])
 
 
 @jit(**EXACT)
@@ -87,15 +106,18 @@ def _find(parts, column):  # type: ignore[no-untyped-def]
 
 @jit(**EXACT)
 def _gate_and_up(  # type: ignore[no-untyped-def]
-    form, parts, bias, x, xs, num_rows, size, q, qs, first, last, room
+    form, parts, bias, x, xs, num_rows, size, q, qs, thread, threads, tickets, room
 ):
-    """Columns `32 * first ... 32 * last` of silu(gate) * up, quantised to q and qs.
+    """This thread's columns of silu(gate) * up, quantised to q and qs.
 
     room: scratch: of a tile, 256 bytes for each of MLP_ROWS rows, and four unpacked groups.
     """
     results = room + TILE_BYTES
     unpacked = results + MLP_ROWS * 256
-    for block in range(first, last):
+    block, last = share(size // 32, thread, threads)
+    if num_rows >= TICKET_ROWS:
+        block, last = take(tickets.ctypes.data), size // 32
+    while block < last:
         for rows_from in range(0, num_rows, MLP_ROWS):
             rows = min(MLP_ROWS, num_rows - rows_from)
             for i in range(4):  # two groups of gate, two of up
@@ -116,6 +138,7 @@ def _gate_and_up(  # type: ignore[no-untyped-def]
                 row_silu_mul(gate, gate + 128, gate, 32)
                 at_row = (rows_from + row) * size + block * 32
                 row_quantize(gate, q + at_row, qs + at_row // 2, 32)
+        block = take(tickets.ctypes.data) if num_rows >= TICKET_ROWS else block + 1
 
 
 @jit(**EXACT)
@@ -159,7 +182,7 @@ def places(arena, offsets):  # type: ignore[no-untyped-def]
 def _work(  # type: ignore[no-untyped-def]
     thread, threads, counters, patience, form, kv, x_array, slots, positions, tables, table_step,
     units_per_block, weights, vectors, caches, cos, sin, final_norm, eps, scale, shape, out, tasks,
-    num_parts, partial, states, arena, offsets,
+    num_parts, partial, states, arena, offsets, tickets,
 ):  # fmt: skip
     """One thread's part of `run`. After each `meet` everything from before it is there."""
     counter, x = counters.ctypes.data, x_array.ctypes.data
@@ -177,7 +200,6 @@ def _work(  # type: ignore[no-untyped-def]
         xq, xs = xq + thread * num_rows * hidden, xs + thread * num_rows * (hidden // 2)
     first_row, last_row = (0, num_rows) if alone else share(num_rows, thread, threads)
     first_head, last_head = share(num_rows * heads, thread, threads)
-    first_block, last_block = share(intermediate // 32, thread, threads)
     where = (np.int64(0), aq, aqs, q_size)
     if uses_tiles(form, num_rows):
         begin_tiles(form)
@@ -188,7 +210,20 @@ def _work(  # type: ignore[no-untyped-def]
         )
         if not alone:
             meet(counter, threads, patience)
-        _project(form, w[QKV], xq, xs, num_rows, qkv, qkv_size * 4, 0, thread, threads, tile_room)
+        _project(
+            form,
+            w[QKV],
+            xq,
+            xs,
+            num_rows,
+            qkv,
+            qkv_size * 4,
+            0,
+            thread,
+            threads,
+            tickets[layer, QKV],
+            tile_room,
+        )
         meet(counter, threads, patience)
         for i in range(first_head, last_head):
             row = i // heads
@@ -199,18 +234,36 @@ def _work(  # type: ignore[no-untyped-def]
                 hkv, dim, row_room.ctypes.data,
             )  # fmt: skip
         meet(counter, threads, patience)
-        for t in range(thread, len(tasks), threads):
+        t = thread if num_rows < TICKET_ROWS else take(tickets[layer].ctypes.data + 8 * ATTENTION)
+        while t < len(tasks):
             at = t if num_parts > 0 else 0
             attend(
                 kv, tasks[t], q, positions, tables, table_step, units_per_block, caches[layer, 0],
                 caches[layer, 1], hkv, group, dim, where, partial[at], states[at], scratch,
             )  # fmt: skip
+            if num_rows < TICKET_ROWS:
+                t += threads
+            else:
+                t = take(tickets[layer].ctypes.data + 8 * ATTENTION)
         meet(counter, threads, patience)
         if num_parts > 0:
             for t in range(thread, len(tasks), threads):
                 join(t, tasks, positions, partial, states, group, dim, where)
             meet(counter, threads, patience)
-        _project(form, w[O], aq, aqs, num_rows, x, hidden * 4, 1, thread, threads, tile_room)
+        _project(
+            form,
+            w[O],
+            aq,
+            aqs,
+            num_rows,
+            x,
+            hidden * 4,
+            1,
+            thread,
+            threads,
+            tickets[layer, O],
+            tile_room,
+        )
         meet(counter, threads, patience)
         if v[O_BIAS] != 0:
             first, last = share(num_rows, thread, threads)
@@ -222,10 +275,23 @@ def _work(  # type: ignore[no-untyped-def]
             meet(counter, threads, patience)
         _gate_and_up(
             form, w[GATE_UP], v[GATE_UP_BIAS], xq, xs, num_rows, intermediate, fq, fqs,
-            first_block, last_block, tile_room,
+            thread, threads, tickets[layer, GATE_UP], tile_room,
         )  # fmt: skip
         meet(counter, threads, patience)
-        _project(form, w[DOWN], fq, fqs, num_rows, x, hidden * 4, 1, thread, threads, tile_room)
+        _project(
+            form,
+            w[DOWN],
+            fq,
+            fqs,
+            num_rows,
+            x,
+            hidden * 4,
+            1,
+            thread,
+            threads,
+            tickets[layer, DOWN],
+            tile_room,
+        )
         meet(counter, threads, patience)
         if v[DOWN_BIAS] != 0:
             first, last = share(num_rows, thread, threads)
@@ -287,12 +353,14 @@ def run(  # type: ignore[no-untyped-def]
     flat_tables = tables.reshape(-1)
     table_step = tables.shape[1]
     counters = np.zeros(COUNTERS, np.int64)
+    tickets = np.zeros((len(weights), 5, 4), np.int64)
     for thread in numba.prange(threads):
         # The loop must have the arrays themselves: numba may free what it has only addresses of.
         _work(
-            thread, threads, counters, patience, form, kv, x, slots, positions, flat_tables,
-            table_step, units_per_block, weights, vectors, caches, cos, sin, final_norm, eps,
-            scale, shape, out, tasks, num_parts, partial, states, arena, offsets,
+            np.int64(thread), threads, counters, patience, form, kv, x, slots, positions,
+            flat_tables, table_step, units_per_block, weights, vectors, caches, cos, sin,
+            final_norm, eps, scale, shape, out, tasks, num_parts, partial, states, arena, offsets,
+            tickets,
         )  # fmt: skip
     return all_came(counters)
 

@@ -79,6 +79,17 @@ def meet(typing_context, counter, threads, patience):  # type: ignore[no-untyped
     return types.void(i64, i64, i64), generate
 
 
+@intrinsic
+def take(typing_context, counter):  # type: ignore[no-untyped-def]
+    """The next number of a counter, an int64 at an address: no other thread gets it."""
+
+    def generate(context, b, signature, arguments):  # type: ignore[no-untyped-def]
+        place = b.inttoptr(arguments[0], ir.PointerType(I64))
+        return b.atomic_rmw("add", place, i(1), "seq_cst")
+
+    return i64(i64), generate
+
+
 @jit()
 def all_came(counters):  # type: ignore[no-untyped-def]
     """Whether every meeting was one."""

@@ -107,7 +107,7 @@ def _make(kind: int) -> Any:
     def tile_by_16(  # type: ignore[no-untyped-def]
         typing_context, form, w, s, x, x_step, xs, xs_step, num_blocks, out, out_step, add, scratch
     ):
-        """`dots`' product for 16 rows; w in bytes, scratch 2 KiB, both aligned to 64."""
+        """`dots`' product for 16 rows; w in bytes, scratch 4 KiB, both aligned to 64."""
         which = form.count
         sizes = ((_X, _W, 0, 0),)
         if kind == Q6_WIDE:
@@ -119,7 +119,11 @@ def _make(kind: int) -> Any:
             def at(address: Any, offset: Any) -> Any:
                 return b.inttoptr(b.add(address, offset), _BYTES)
 
-            def body(block: Any, totals: list[Any]) -> list[Any]:
+            def sums_of(block: Any) -> Any:
+                return b.add(scratch, b.mul(b.and_(block, i(1)), i(2048)))
+
+            def start(block: Any, sums: Any) -> None:
+                """Multiply a block; its sums go to memory, from where vectors can have them."""
                 for half, (x_tile, w_tile, x_at, w_at) in enumerate(sizes):
                     _call(b, "tilezero", _tile(_SUMS))
                     columns = at(x, b.add(scaled(b, block, 32), i(x_at)))
@@ -127,19 +131,27 @@ def _make(kind: int) -> Any:
                     rows = at(w, b.add(scaled(b, block, 512), i(w_at)))
                     _call(b, "tileloadd64", _tile(w_tile), rows, ir.Constant(I64, 64))
                     _call(b, "tdpbsud", _tile(_SUMS), _tile(x_tile), _tile(w_tile))
-                    sums = at(scratch, i(1024 * half))
-                    _call(b, "tilestored64", _tile(_SUMS), sums, ir.Constant(I64, 64))
+                    place = at(sums, i(1024 * half))
+                    _call(b, "tilestored64", _tile(_SUMS), place, ir.Constant(I64, 64))
+
+            def body(block: Any, totals: list[Any]) -> list[Any]:
+                following, last = b.add(block, i(1)), b.sub(num_blocks, i(1))
+                is_last = b.icmp_signed("==", block, last)
+                start(b.select(is_last, last, following), sums_of(following))
+                sums = sums_of(block)
                 scales = load_scales(b, s, block, kind)
                 new = []
                 for m in range(TILE_ROWS):
                     parts = [
-                        load(b, scratch, i(1024 * half + 64 * m), VI32, 64)
+                        load(b, sums, i(1024 * half + 64 * m), VI32, 64)
                         for half in range(len(sizes))
                     ]
                     where = b.add(b.mul(xs_step, i(m)), scaled(b, block, 16))
                     new.append(add_block(b, kind, totals[m], parts, scales, xs, where))
                 return new
 
+            # While one block's sums are scaled, the next one is multiplied.
+            start(i(0), sums_of(i(0)))
             totals = loop(b, num_blocks, 1, [ZERO] * TILE_ROWS, body)
             wants = b.icmp_signed("!=", add, i(0))
             for m in range(TILE_ROWS):

@@ -101,8 +101,30 @@ def reduce_add(b: Any, x: Any) -> Any:
     return b.extract_element(x, ir.Constant(I32, 0))
 
 
+def _sums_of_two(b: Any, x: Any, y: Any) -> list[Any]:
+    """The sums of the lanes of two vectors of integers, in one tree."""
+    low_x, high_x = _halves(b, x, LANES)
+    low_y, high_y = _halves(b, y, LANES)
+    order = ir.Constant(VI32, list(range(LANES)))
+    total = b.shuffle_vector(b.add(low_x, high_x), b.add(low_y, high_y), order)
+    undefined = ir.Constant(VI32, ir.Undefined)
+    for distance in (4, 2, 1):
+        moved = [lane ^ distance for lane in range(LANES)]
+        total = b.add(total, b.shuffle_vector(total, undefined, ir.Constant(VI32, moved)))
+    return [b.extract_element(total, ir.Constant(I32, lane)) for lane in (0, 8)]
+
+
 def reduce_max(b: Any, x: Any) -> Any:
     return b.call(declare(b, "llvm.vector.reduce.fmax.v16f32", F32, [VF32]), [x])
+
+
+def prefetch(b: Any, address: Any, byte_offset: Any) -> None:
+    """Ask for a cache line that is needed soon; any address will do."""
+    bytes_ = ir.PointerType(I8)
+    function = declare(b, "llvm.prefetch.p0", ir.VoidType(), [bytes_, I32, I32, I32])
+    for_reading, all_caches, data_cache = (ir.Constant(I32, n) for n in (0, 3, 1))
+    place = pointer(b, address, byte_offset, I8)
+    b.call(function, [place, for_reading, all_caches, data_cache])
 
 
 def outlined(
@@ -264,26 +286,28 @@ def row_quantize(typing_context, x, q, xs, n):  # type: ignore[no-untyped-def]
         def body(at: Any, _: list[Any]) -> list[Any]:
             where = scaled(b, at, 4)
             parts = [load(b, x, b.add(where, i(64 * half)), VF32, 4) for half in (0, 1)]
-            top = reduce_max(b, maximum(b, *(unary(b, "fabs", part) for part in parts)))
-            tiny = ir.Constant(F32, 2.0**-100)
-            top = b.select(b.fcmp_ordered("<", top, tiny), tiny, top)
-            # A comparison with NaN is never true, so that NaN stays; the maximum drops it.
-            zeros = [b.fmul(part, ZERO) for part in parts]
-            top = b.fadd(top, reduce_add(b, b.fadd(*zeros)))
+            # As integers magnitudes are in the order that they have as floats, and NaN is the top.
+            magnitudes = [b.and_(b.bitcast(p, VI32), integers(0x7FFFFFFF)) for p in parts]
+            largest = declare(b, "llvm.smax.v16i32", VI32, [VI32] * 2)
+            top = b.call(
+                declare(b, "llvm.vector.reduce.smax.v16i32", I32, [VI32]),
+                [b.call(largest, magnitudes)],
+            )
+            tiny = ir.Constant(I32, (127 - 100) << 23)  # 2 ** -100
+            top = b.bitcast(b.select(b.icmp_signed("<", top, tiny), tiny, top), F32)
             scale = b.fmul(top, ir.Constant(F32, 1 / 127))
             inverse = splat(b, b.fdiv(ir.Constant(F32, 127.0), top))
-            sums = []
+            values = []
             for half, part in enumerate(parts):
                 rounded = unary(b, "rint", b.fmul(part, inverse))
                 # NaN has no integer; its scale says what it was.
                 rounded = b.select(b.fcmp_ordered("ord", rounded, rounded), rounded, ZERO)
-                integer = b.fptosi(rounded, VI32)
-                store(b, b.trunc(integer, VI8), q, b.add(at, i(16 * half)), 1)
-                sums.append(reduce_add(b, integer))
-            places = [b.add(sums[0], sums[1]), *sums]
+                values.append(b.fptosi(rounded, VI32))
+                store(b, b.trunc(values[-1], VI8), q, b.add(at, i(16 * half)), 1)
+            sums = _sums_of_two(b, *values)
             row = b.udiv(at, i(2))  # 16 bytes per 32 values
             store(b, scale, xs, row, 4)
-            for place, total in enumerate(places):
+            for place, total in enumerate((b.add(*sums), *sums)):
                 value = b.fmul(scale, b.sitofp(total, F32))
                 store(b, value, xs, b.add(row, i(4 + 4 * place)), 4)
             return []
@@ -292,6 +316,29 @@ def row_quantize(typing_context, x, q, xs, n):  # type: ignore[no-untyped-def]
         return context.get_dummy_value()
 
     return types.void(i64, i64, i64, i64), generate
+
+
+@intrinsic
+def row_residual(typing_context, x, q, xs, out, n):  # type: ignore[no-untyped-def]
+    """What `row_quantize` has rounded away: `out = x - scale * q`, n a multiple of 32."""
+
+    def generate(context, b, signature, arguments):  # type: ignore[no-untyped-def]
+        x, q, xs, out, n = arguments
+
+        def body(at: Any, _: list[Any]) -> list[Any]:
+            scale = splat(b, b.fneg(load(b, xs, b.udiv(at, i(2)), F32, 4)))
+            for half in (0, 1):
+                place = b.add(at, i(16 * half))
+                integer = b.sext(load(b, q, place, VI8, 1), VI32)
+                value = load(b, x, scaled(b, place, 4), VF32, 4)
+                rest = fma(b, b.sitofp(integer, VF32), scale, value)
+                store(b, rest, out, scaled(b, place, 4), 4)
+            return []
+
+        loop(b, n, 32, [], body)
+        return context.get_dummy_value()
+
+    return types.void(*[i64] * 5), generate
 
 
 @intrinsic
