@@ -90,6 +90,8 @@ def random_asks(
 
 def _ready(options: Options, **arguments: Any) -> tuple[LLM, float]:
     """An LLM that has been warmed up, and the seconds that took."""
+    # Room for the warm-up's own requests, however small the workload is.
+    arguments["max_model_len"] = max(arguments["max_model_len"], 12)
     llm = options.make_llm(**arguments)
     # Token ids go up to 10000.
     if llm.engine.vocab_size <= 10000:
@@ -153,9 +155,12 @@ def single(options: Options) -> list[Row]:
     decode = _rounds(options, llm, random_asks(options, 1, options.sized(100), new))
     first = _rounds(options, llm, random_asks(options, 1, options.sized(1024), 1))
     return [
-        {"case": "100 in, 512 out", "tokens_per_s": _median([p.rate for p in decode])},
         {
-            "case": "first token of 1024",
+            "case": f"{options.sized(100)} in, {new} out",
+            "tokens_per_s": _median([p.rate for p in decode]),
+        },
+        {
+            "case": f"first token of {options.sized(1024)}",
             "ms": 1e3 * _median([p.first_token[0] for p in first]),
         },
     ]
@@ -269,7 +274,7 @@ def _prefill_steps(options: Options, batch: int, max_num_seqs: int, prompt: int)
     from flashpage.engine.llm import CPU_DEFAULTS, GPU_DEFAULTS
 
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    defaults = CPU_DEFAULTS if device == "cpu" else GPU_DEFAULTS
+    defaults = CPU_DEFAULTS if torch.device(device).type == "cpu" else GPU_DEFAULTS
     budget = options.engine.get("max_num_batched_tokens", defaults.max_num_batched_tokens)
     return -(-batch * prompt // max(1, budget - max_num_seqs)) + 8
 
@@ -334,7 +339,8 @@ def interference(options: Options) -> list[Row]:
     """W6: the gaps between the tokens of 32 decodes when a prompt of 16,384 tokens arrives."""
     from flashpage.engine.collector import old_objects_spared
 
-    long, prompt, new = options.sized(16384), options.sized(256), options.sized(512)
+    long, prompt = options.sized(16384), options.sized(256)
+    new = max(options.sized(512), 32)  # some gaps before the prompt arrives, and some after
     count = options.sized(32)
     llm, _ = _ready(options, max_model_len=long + new)
     engine = llm.engine

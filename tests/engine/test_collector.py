@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 
 import pytest
 
+from flashpage.engine import collector
 from flashpage.engine.collector import old_objects_spared
 
 
@@ -47,3 +49,23 @@ def test_what_the_caller_froze_stays_frozen():
         assert gc.get_freeze_count() >= frozen - 10
     finally:
         gc.unfreeze()
+
+
+def test_a_loop_does_not_keep_garbage_for_ever(monkeypatch):
+    """What dies between the calls, before the collector has counted enough to run by itself."""
+    monkeypatch.setattr(collector, "PERIOD", 0.05)
+    alive = []
+    for _ in range(100):
+        alive.append(weakref.ref(Cycle()))
+        with old_objects_spared():
+            time.sleep(0.001)
+    assert sum(ref() is not None for ref in alive) < 90
+
+
+def test_where_collecting_is_off_it_stays_off():
+    gc.disable()
+    try:
+        with old_objects_spared():
+            assert gc.get_freeze_count() == 0
+    finally:
+        gc.enable()

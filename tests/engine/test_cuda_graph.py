@@ -128,6 +128,66 @@ def test_logits_that_are_not_numbers_end_their_request_alone(graphs, overlap):
     assert engine.stats().pages_used == 0
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_step_that_fails_after_its_replay_can_be_repeated(error, overlap, monkeypatch):
+    """The replay has chosen tokens over those that the repeated step reads."""
+    plain = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    scored = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=1)
+    requests = [([5, 6, 7], plain), ([8, 9], scored), ([10], plain)]
+    expected = run(make_engine(LLAMA), requests)
+    for failing in (1, 2, 5, 9):
+        engine = make_engine(LLAMA, Again(), overlap=overlap)
+        model, calls = engine.model, [0]
+        compute = model.compute_logits
+
+        def compute_logits(hidden, calls=calls, compute=compute, failing=failing):
+            calls[0] += 1
+            if calls[0] == failing:
+                raise error
+            return compute(hidden)
+
+        monkeypatch.setattr(model, "compute_logits", compute_logits)
+        for i, (prompt, params) in enumerate(requests):
+            engine.add_request(str(i), prompt, params)
+        tokens, errors = {}, 0
+        while engine.has_unfinished():
+            try:
+                outputs = engine.step()
+            except error:
+                errors += 1
+                continue
+            tokens |= {o.request_id: o.token_ids for o in outputs if o.finished}
+        assert errors == 1
+        assert tokens == expected
+
+
+def test_a_capture_that_fails_changes_no_token():
+    class Failing(Again):
+        def __call__(self, body):
+            result = super().__call__(body)
+            if self.captured in (2, 3):
+                raise MemoryError
+            return result
+
+    params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    requests = [([5 + i] * (1 + 9 * i), params) for i in range(4)]
+    expected = run(make_engine(LLAMA), requests)
+    engine = make_engine(LLAMA, Failing(), overlap=True, max_num_batched_tokens=16)
+    for i, (prompt, params) in enumerate(requests):
+        engine.add_request(str(i), prompt, params)
+    tokens, errors = {}, 0
+    while engine.has_unfinished():
+        try:
+            outputs = engine.step()
+        except MemoryError:
+            errors += 1
+            continue
+        tokens |= {o.request_id: o.token_ids for o in outputs if o.finished}
+    assert errors == 2
+    assert tokens == expected
+
+
 def test_rows_that_pad_write_nothing():
     capture = Again()
     engine = make_engine(LLAMA, capture, max_num_seqs=3, enable_prefix_caching=False)

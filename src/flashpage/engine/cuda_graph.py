@@ -220,6 +220,7 @@ class StepGraphs:
         self._kv_cache = kv_cache
         self._ladder = ladder
         self._sampled = sampled
+        self._before = torch.zeros_like(sampled)
         self._capture = capture
         self._table_width = min(config.num_pages(config.max_model_len), config.num_blocks)
         self._graphs: dict[Shape, tuple[Graph, Tensor]] = {}
@@ -267,11 +268,17 @@ class StepGraphs:
         self._buffer.zero_()
         inputs.slots.fill_(-1)
         before = self._sampled.clone()
-        result = self._capture(lambda: self._step(shape, inputs))
-        self._sampled.copy_(before)
-        return result
+        try:
+            return self._capture(lambda: self._step(shape, inputs))
+        finally:
+            self._sampled.copy_(before)
+
+    def undo(self) -> None:
+        """Give `sampled` back what it held before the last replay, so that it can be repeated."""
+        self._sampled.copy_(self._before)
 
     def _step(self, shape: Shape, x: Inputs) -> Tensor:
+        self._before.copy_(self._sampled)
         # A row without a token (-1) ends its sequence; the host does not know it yet.
         earlier = self._sampled[x.source.clamp(min=0)].clamp(min=0)
         input_ids = torch.where(x.source >= 0, earlier, x.token_ids.long())

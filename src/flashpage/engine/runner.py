@@ -183,10 +183,14 @@ class Runner:
         sequences = list(compress(every, sampled_here))
         sampling = plain_sampling(every)
         hidden = graphs.replay(shape, decodes, others, sampling)
-        if self._all_plain(sequences):
-            sampled = self._fetch(sequences, rows)
-        else:
-            sampled = self._choose(self._model.compute_logits(hidden[rows]), sequences, rows)
+        try:
+            if self._all_plain(sequences):
+                sampled = self._fetch(sequences, rows)
+            else:
+                sampled = self._choose(self._model.compute_logits(hidden[rows]), sequences, rows)
+        except BaseException:  # Ctrl-C too: the step will be repeated
+            graphs.undo()
+            raise
         return Launch(chunks, [([], None)] * len(chunks), sampled_here, sequences, rows, sampled)
 
     def _forward(self, chunks: list[Chunk], slices: list[SequenceSlice]) -> Tensor:

@@ -5,7 +5,8 @@ cache, and each step hands out a budget of tokens: first one to each sequence th
 (a decode), then chunks to running sequences that lack more, then to new ones while pages last.
 A sequence that is admitted gets the pages of all its known tokens, so only decodes ask for more;
 when there is none, the youngest running sequence gives its pages back and is computed again later.
-Who begins like a sequence that is being computed waits until what they share can be hit.
+Who begins like a sequence that is being computed waits until what they share can be hit, and lets
+others pass meanwhile.
 
 A step takes as long as its chunks make it, and its decodes wait for it: a long prompt is not to
 stop them. So while any sequence decodes, no prompt takes more than `CHUNK_WORK` of a step, of which
@@ -17,6 +18,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterable
+from itertools import islice
 from typing import NamedTuple
 
 from flashpage.cache.block_pool import BlockPool
@@ -27,6 +29,9 @@ from flashpage.engine.request import Sequence
 CHUNK_WORK = 1024
 """tokens of one prompt in a step, at most, while others decode: on an H200 they take about as long
 as a step of 32 decodes of a small model (`flashpage bench interference`)"""
+
+MAX_PASSED = 32
+"""waiting sequences, at most, that are looked at behind each other in vain"""
 
 
 class Chunk(NamedTuple):
@@ -176,18 +181,23 @@ class Scheduler:
         return min(num_tokens, max(int(work), 1))
 
     def _admit(self) -> Sequence | None:
-        """Let the first waiting sequence run, if there are a place and pages for it."""
+        """Let the first waiting sequence run, if there are a place and pages for it.
+
+        Only those whose beginning is under way let others pass.
+        """
         if not self.waiting or len(self.running) >= self.config.max_num_seqs:
             return None
-        sequence = next(iter(self.waiting.values()))
-        if sequence.num_pending:
-            return None  # preempted while a step ran; that step's token is its last known one
-        hits = (
-            self.prefix_cache.match(sequence.token_ids, sequence.num_skippable_tokens)
-            if self.prefix_cache is not None
-            else []
-        )
-        if self._is_under_way(sequence, hits):
+        for sequence in islice(self.waiting.values(), MAX_PASSED + 1):
+            if sequence.num_pending:
+                return None  # preempted while a step ran; that step's token is its last known one
+            hits = (
+                self.prefix_cache.match(sequence.token_ids, sequence.num_skippable_tokens)
+                if self.prefix_cache is not None
+                else []
+            )
+            if not self._is_under_way(sequence, hits):
+                break
+        else:
             return None
         hit_blocks = [node.block_id for node in hits]
         num_new = self.config.num_pages(sequence.num_tokens) - len(hits)
@@ -196,7 +206,7 @@ class Scheduler:
         if num_left < len(self.running):
             return None
 
-        self.waiting.popitem(last=False)
+        del self.waiting[id(sequence)]
         self.running.append(sequence)
         sequence.is_running = True
         self.pool.touch(hit_blocks)
@@ -214,7 +224,7 @@ class Scheduler:
     def _is_under_way(self, sequence: Sequence, hits: list[PrefixNode]) -> bool:
         """Whether a running sequence is just computing the next block that this one lacks.
 
-        To wait for it takes a step or two, to compute it again may take all of a long prompt.
+        To wait until what they share is there takes no longer than to compute it again.
         """
         start = len(hits) * self._block_size
         end = start + self._block_size
