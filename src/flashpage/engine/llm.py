@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, NamedTuple
@@ -54,6 +55,10 @@ class Defaults(NamedTuple):
 
 CPU_DEFAULTS = Defaults(block_size=16, max_num_seqs=32, max_num_batched_tokens=512)
 GPU_DEFAULTS = Defaults(block_size=64, max_num_seqs=256, max_num_batched_tokens=8192)
+
+
+LONG_RUN = 10_000
+"""tokens of a call from which on a pause of Python's collector is worth avoiding"""
 
 
 class LLM:
@@ -272,9 +277,14 @@ class LLM:
             finished[output.request_id] = output
 
         added: list[str] = []
+        limit = self.engine.config.max_model_len
+        is_long = sum(job.params.n * (job.params.max_tokens or limit) for job in jobs) >= LONG_RUN
         tokens_before = self.engine.stats().tokens_generated
         try:
-            with old_objects_spared(), Progress(len(ids), progress) as bar:
+            with (
+                old_objects_spared() if is_long else nullcontext(),
+                Progress(len(ids), progress) as bar,
+            ):
                 for request_id, job in zip(ids, jobs, strict=True):
                     with deferred_interrupt():
                         self._add(request_id, job, receive, reports_once=True)
