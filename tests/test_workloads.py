@@ -234,7 +234,7 @@ def test_from_the_command_line(tmp_path):
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout.splitlines()[-1])
     assert report["setup"]["workload"] == "single"
-    assert [row["case"] for row in report["results"]] == ["100 in, 512 out", "first token of 1024"]
+    assert [row["case"] for row in report["results"]] == ["2 in, 10 out", "first token of 20"]
     result = CliRunner().invoke(cli.app, ["bench", "fast"])
     assert result.exit_code == 2
     assert "must be one of batch, mixed, single" in result.output
