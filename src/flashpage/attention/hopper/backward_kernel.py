@@ -215,13 +215,13 @@ def _hide(
     exists = cols < len_k
     if HAS_RIGHT:
         first = gl.where(exists, cols - (diff + window_right), 2**30)
-        p = keep_where(p, rows[None, :] - first[:, None], 1)
+        p = keep_where(p, rows[None, :] - first[:, None], 1, 0.0)
     else:
         kept = gl.where(exists, 0, -1)
-        p = keep_where(p, kept[:, None].broadcast_to(p.shape), 0)
+        p = keep_where(p, kept[:, None].broadcast_to(p.shape), 0, 0.0)
     if HAS_LEFT:
         last = cols + (window_left - diff)
-        p = keep_where(p, last[:, None] - rows[None, :], -1)
+        p = keep_where(p, last[:, None] - rows[None, :], -1, 0.0)
     return p
 
 
