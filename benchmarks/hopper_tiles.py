@@ -71,7 +71,9 @@ def measure(head_dim: int, causal: bool, seqlen: int, tiles: dict[str, Any]) -> 
     wrong = [
         name
         for name, (other, other_lse) in outputs.items()
-        if not (torch.allclose(other, out, 2e-2, 2e-2) and torch.allclose(other_lse, lse, 1e-4, 1e-4))
+        if not (
+            torch.allclose(other, out, 2e-2, 2e-2) and torch.allclose(other_lse, lse, 1e-4, 1e-4)
+        )
     ]
     calls = {
         name: lambda name=name, chosen=chosen: launch(problem, x, *outputs[name], chosen)

@@ -158,7 +158,7 @@ def launch(
         LAZY=tiles.lazy,
         PERSISTENT=tiles.persistent,
         OUT_IN_Q=tiles.out_in_q,
-        SKIP=tiles.skip and problem.window_right >= 0,
+        SKIP=tiles.skip,
         IMMEDIATES=tiles.immediates,
         CONSUMER_REGISTERS=tiles.registers[0],
         PRODUCER_REGISTERS=tiles.registers[1],

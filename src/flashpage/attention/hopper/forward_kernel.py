@@ -148,7 +148,7 @@ def _consumer(
 ):  # fmt: skip
     """The 64 rows of number WARPGROUP of every tile. One warpgroup.
 
-    SKIP: blocks beyond the right edge of these rows are passed by, not computed and masked wholly.
+    SKIP: blocks that none of these rows sees, but rows of later warpgroups do, are passed by.
     OUT_IN_Q: O leaves through the shared memory of Q, which is then given back later.
     """
     BLOCK_M: gl.constexpr = 64 * CONSUMERS
@@ -179,6 +179,7 @@ def _consumer(
             HAS_LEFT, HAS_RIGHT,
         )  # fmt: skip
         if SKIP:
+            my_hi = gl.where(row < len_q, my_hi, lo)
             my_hi = gl.minimum(gl.maximum(my_hi, lo + 1), hi)
             for _ in range(my_hi, hi):
                 blocks_done = _pass_by(
