@@ -73,6 +73,16 @@ Model = Annotated[
 ]
 DType = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 LoadFormat = Annotated[str, typer.Option(help="auto, safetensors, gguf or dummy.")]
+Quantize = Annotated[
+    str,
+    typer.Option(
+        help="On a CPU: auto keeps a GGUF file's blocks, none dequantises them; q8_0, q4_0 and "
+        "q4_1 also quantise floats."
+    ),
+]
+Threads = Annotated[
+    int | None, typer.Option(min=1, help="Threads on a CPU; else the physical cores.")
+]
 Device = Annotated[
     str | None, typer.Option(help="cpu, cuda or cuda:<index>; a GPU if there is one.")
 ]
@@ -132,6 +142,8 @@ def generate(
     device: Device = None,
     load_format: LoadFormat = "auto",
     log_stats: LogStats = None,
+    quantize: Quantize = "auto",
+    threads: Threads = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the prompt as it is, without chat template.")
     ] = False,
@@ -148,7 +160,16 @@ def generate(
         stop=stop or [],
     )
     text = _from_stdin(lambda: sys.stdin.read()) if prompt == "-" else prompt
-    llm = _load(model, dtype, device, load_format, seed, log_stats)
+    llm = _load(
+        model,
+        dtype=dtype,
+        device=device,
+        load_format=load_format,
+        quantize=quantize,
+        threads=threads,
+        seed=seed,
+        log_stats=log_stats,
+    )
     is_chat = not raw and llm.tokenizer is not None and llm.tokenizer.has_chat_template
     question = [{"role": "user", "content": text}] if is_chat else text
     output = None
@@ -176,6 +197,8 @@ def chat(
     device: Device = None,
     load_format: LoadFormat = "auto",
     log_stats: LogStats = None,
+    quantize: Quantize = "auto",
+    threads: Threads = None,
 ) -> None:
     """Talk with the model, turn by turn; /clear forgets, /exit ends, Ctrl-C stops a reply."""
     params = _sampling_params(
@@ -188,7 +211,16 @@ def chat(
         seed=seed,
         stop=stop or [],
     )
-    llm = _load(model, dtype, device, load_format, seed, log_stats)
+    llm = _load(
+        model,
+        dtype=dtype,
+        device=device,
+        load_format=load_format,
+        quantize=quantize,
+        threads=threads,
+        seed=seed,
+        log_stats=log_stats,
+    )
     if llm.tokenizer is None or not llm.tokenizer.has_chat_template:
         raise RequestError(
             f"{llm.name} has no chat template: flashpage generate --raw continues a text with it"
@@ -247,6 +279,8 @@ def bench(
     dtype: DType = "auto",
     load_format: LoadFormat = "auto",
     log_stats: LogStats = None,
+    quantize: Quantize = "auto",
+    threads: Threads = None,
 ) -> None:
     """Measure the engine: prints the set-up, a table, and one JSON line last."""
     from flashpage import bench as measuring
@@ -255,7 +289,9 @@ def bench(
     known = ("batch", *workloads.WORKLOADS)
     if workload not in known:
         raise ArgumentError(f"WORKLOAD = {workload!r} must be one of {', '.join(known)}")
-    engine: dict[str, Any] = {"enforce_eager": enforce_eager}
+    engine: dict[str, Any] = {"enforce_eager": enforce_eager, "quantize": quantize}
+    if threads is not None:
+        engine["threads"] = threads
     if no_overlap:
         engine["overlap"] = False
     if max_num_batched_tokens is not None:
@@ -440,25 +476,11 @@ def _sampling_params(**fields: Any) -> SamplingParams:
     return SamplingParams(**fields)
 
 
-def _load(
-    model: str | None,
-    dtype: str,
-    device: str | None,
-    load_format: str,
-    seed: int,
-    log_stats: float | None,
-) -> LLM:
+def _load(model: str | None, **options: Any) -> LLM:
     from flashpage.engine.llm import LLM
 
-    return LLM(
-        model,
-        dtype=dtype,
-        device=device,
-        load_format=load_format,
-        seed=seed,
-        log_stats=log_stats,
-        max_num_seqs=1,  # one conversation at a time: a cache for one sequence is enough
-    )
+    # One conversation at a time: a cache for one sequence is enough.
+    return LLM(model, max_num_seqs=1, **options)
 
 
 def _lines() -> Iterator[str]:

@@ -33,6 +33,7 @@ from flashpage.engine.values import show
 from flashpage.errors import ArgumentError, RequestError
 from flashpage.layers import attention, fused
 from flashpage.models.config import ModelConfig
+from flashpage.models.quantized import BLOCK_MULTIPLE, QuantizedDecoder
 from flashpage.weights.load import LoadedModel, load_model
 from flashpage.weights.tokenizer import Tokenizer
 
@@ -61,7 +62,7 @@ class LLM:
     Args:
         model: what `flashpage.weights.load.load_model` takes: a directory, a .gguf file, a Hub id,
             a config with `load_format="dummy"`, or None for the default model.
-        dtype, load_format, tokenizer: as in `load_model`.
+        dtype, load_format, quantize, tokenizer: as in `load_model`.
         device: where the model runs; None takes the GPU if torch finds one.
         block_size: tokens per page of the KV cache; None takes 16, or 64 on a GPU, whose prefill
             reads pages of 64 in one piece.
@@ -79,6 +80,8 @@ class LLM:
         overlap: prepare a step while the one before it runs; None does so on a GPU.
         log_stats: write a line of numbers to stderr every so many seconds of work: how many run and
             wait, pages, prefix hits, preemptions, tokens/s since the last line. None: never.
+        threads: on a CPU, of all engines of this process, as `torch.set_num_threads` sets them;
+            None leaves what torch has: the physical cores, or `OMP_NUM_THREADS`.
         seed: for requests without a seed of their own, and for dummy weights; an integer.
 
     Raises:
@@ -94,6 +97,7 @@ class LLM:
         dtype: str | torch.dtype = "auto",
         device: str | torch.device | None = None,
         load_format: str = "auto",
+        quantize: str = "auto",
         tokenizer: Tokenizer | str | os.PathLike[str] | None = None,
         block_size: int | None = None,
         num_blocks: int | None = None,
@@ -104,11 +108,15 @@ class LLM:
         enable_prefix_caching: bool = True,
         enforce_eager: bool = False,
         overlap: bool | None = None,
+        threads: int | None = None,
         log_stats: float | None = None,
         seed: int = 0,
     ) -> None:
         check_seed(seed)
         check_log_stats(log_stats)
+        if threads is not None:
+            check_size("threads", threads)
+            torch.set_num_threads(threads)
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         device = check_device(device)
@@ -118,6 +126,7 @@ class LLM:
             dtype=dtype,
             device=device,
             load_format=load_format,
+            quantize=quantize,
             tokenizer=tokenizer,
             seed=seed,
         )
@@ -144,7 +153,9 @@ class LLM:
         self.model_config = loaded.config
         self.tokenizer = loaded.tokenizer
         self.engine = Engine(loaded.model, loaded.tokenizer, config)
-        if device.type == "cpu":
+        if isinstance(loaded.model, QuantizedDecoder):
+            loaded.model.load_kernels()
+        elif device.type == "cpu":
             # Compiling belongs to loading, not into the middle of the first answer.
             fused.load_kernels()
             attention.load_kernels()
@@ -351,6 +362,11 @@ def _engine_config(
     ):
         if value is not None:
             check_size(name, value)
+    if isinstance(loaded.model, QuantizedDecoder) and block_size % BLOCK_MULTIPLE:
+        raise ArgumentError(
+            f"block_size = {block_size} must be a multiple of {BLOCK_MULTIPLE} with quantised "
+            "weights; quantize='none' dequantises them"
+        )
     model = loaded.config
     limit = model.max_position_embeddings
     if max_model_len is not None and max_model_len > limit:

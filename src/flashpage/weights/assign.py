@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,28 +48,50 @@ def assign_weights(model: DecoderModel, tensors: Iterable[tuple[str, Tensor]]) -
             message), or one that holds NaN or infinity, in the file or in the model's dtype.
     """
     slots = checkpoint_slots(model)
-    missing = dict.fromkeys(slots)
-    unexpected: list[str] = []
-    misshapen: list[str] = []
+    assignment = Assignment(slots, model.config)
     for raw_name, tensor in tensors:
-        name = _canonical(raw_name)
-        slot = slots.get(name)
-        if slot is None:
-            if not _is_harmless(name, model.config):
-                unexpected.append(raw_name)
-            continue
-        missing.pop(name, None)
-        if tensor.shape != slot.target.shape:
-            misshapen.append(f"{raw_name} {list(tensor.shape)} for {list(slot.target.shape)}")
+        name = assignment.place(raw_name, tuple(tensor.shape))
+        if name is None:
             continue
         if not tensor.is_floating_point():
             raise CheckpointError(
                 f"weight {raw_name} has dtype {tensor.dtype}: "
                 "quantised safetensors are not supported"
             )
-        slot.target.copy_(tensor)
-        _check_finite(raw_name, tensor, slot.target)
-    _report(list(missing), unexpected, misshapen)
+        target = slots[name].target
+        target.copy_(tensor)
+        _check_finite(raw_name, tensor, target)
+    assignment.report()
+
+
+class Assignment:
+    """Which tensors of a checkpoint have come, and what is wrong with them."""
+
+    def __init__(self, slots: Mapping[str, Slot], config: ModelConfig) -> None:
+        self._slots = slots
+        self._config = config
+        self._missing = dict.fromkeys(slots)
+        self._unexpected: list[str] = []
+        self._misshapen: list[str] = []
+
+    def place(self, raw_name: str, shape: tuple[int, ...]) -> str | None:
+        """The name of the slot that a tensor belongs to; None if to none, or if it does not fit."""
+        name = _canonical(raw_name)
+        slot = self._slots.get(name)
+        if slot is None:
+            if not _is_harmless(name, self._config):
+                self._unexpected.append(raw_name)
+            return None
+        self._missing.pop(name, None)
+        expected = tuple(slot.target.shape)
+        if shape != expected:
+            self._misshapen.append(f"{raw_name} {list(shape)} for {list(expected)}")
+            return None
+        return name
+
+    def report(self) -> None:
+        """Raise `CheckpointError` with all that is missing, unexpected or of a wrong shape."""
+        _report(list(self._missing), self._unexpected, self._misshapen)
 
 
 def _parts_of(name: str, parameter: nn.Parameter, config: ModelConfig) -> Iterable[tuple[str, int]]:

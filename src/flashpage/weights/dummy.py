@@ -37,14 +37,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
 """Structures that are known by name, for measuring without a download."""
 
 
-def dummy_tensors(model: DecoderModel, seed: int) -> Iterator[tuple[str, Tensor]]:
+def dummy_tensors(
+    model: DecoderModel, seed: int, device: torch.device | str | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """A float32 tensor for every name of the model's checkpoint, the same for a seed and a kind of
-    device: they are made where the model is.
+    device: they are made on `device`, or else where the model is.
 
     Norm weights are 1, biases and matrices normal with standard deviation 0.02: what transformers
     initialises these models with, so activations and logits keep an ordinary scale.
     """
-    device = model.embed_tokens.weight.device
+    device = torch.device(device or model.embed_tokens.weight.device)
     generator = torch.Generator(device).manual_seed(seed)
     for name, slot in checkpoint_slots(model).items():
         shape = slot.target.shape

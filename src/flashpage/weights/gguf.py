@@ -16,7 +16,18 @@ from torch import Tensor
 from flashpage.errors import CheckpointError, require
 from flashpage.models.config import ModelConfig
 
-SUPPORTED_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
+# Number in the file, values per block, bytes per block.
+_TYPES = {
+    "F32": (0, 1, 4),
+    "F16": (1, 1, 2),
+    "BF16": (30, 1, 2),
+    "Q8_0": (8, 32, 34),
+    "Q4_0": (2, 32, 18),
+    "Q4_1": (3, 32, 20),
+    "Q4_K": (12, 256, 144),
+    "Q6_K": (14, 256, 210),
+}
+SUPPORTED_TYPES = tuple(_TYPES)
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -89,6 +100,7 @@ class GGUFFile:
                 "merge a split GGUF file into one first"
             )
         self.tensors = _read_tensor_infos(cursor, num_tensors, self.metadata)
+        self._hf_names = {_hf_name(name): name for name in self.tensors if name != _ROPE_FACTORS}
 
     def model_config(self) -> ModelConfig:
         """The structure that the metadata describes."""
@@ -109,19 +121,36 @@ class GGUFFile:
         values = dequantize(rows, GGMLQuantizationType[info.type_name])
         return torch.from_numpy(np.asarray(values)).reshape(info.shape)
 
+    def hf_types(self) -> list[tuple[str, str]]:
+        """Hugging Face name and type name of every tensor."""
+        return [(name, self.tensors[self._hf_names[name]].type_name) for name in self._hf_names]
+
     def hf_tensors(self, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
         """Every tensor as Hugging Face checkpoints of this model name and lay it out."""
-        for name in self.tensors:
-            if name == _ROPE_FACTORS:
-                continue
-            tensor = self.read(name)
-            # llama.cpp rotates neighbouring rows together and stores llama's q and k in that
-            # order; for the Qwen family it rotates half-split, as we do.
-            if config.architecture == "llama" and ".attn_q." in name:
-                tensor = _half_split(tensor, config.num_q_heads)
-            elif config.architecture == "llama" and ".attn_k." in name:
-                tensor = _half_split(tensor, config.num_kv_heads)
-            yield _hf_name(name), tensor
+        for name in self._hf_names:
+            yield name, self.hf_tensor(name, config)
+
+    def hf_tensor(self, hf_name: str, config: ModelConfig) -> Tensor:
+        """One tensor by its Hugging Face name, dequantised to float32."""
+        name = self._hf_names[hf_name]
+        return _hf_order(name, self.read(name), config)
+
+    def hf_rows(self, hf_name: str, config: ModelConfig) -> Tensor:
+        """The stored rows of a matrix, uint8 `[rows, bytes per row]`, in Hugging Face order."""
+        name = self._hf_names[hf_name]
+        info = self.tensors[name]
+        raw = torch.from_numpy(self._data[info.offset : info.offset + info.num_bytes])
+        return _hf_order(name, raw.view(info.shape[0], -1), config)
+
+
+def _hf_order(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
+    # llama.cpp rotates neighbouring rows together and stores llama's q and k in that
+    # order; for the Qwen family it rotates half-split, as we do.
+    if config.architecture == "llama" and ".attn_q." in name:
+        return _half_split(tensor, config.num_q_heads)
+    if config.architecture == "llama" and ".attn_k." in name:
+        return _half_split(tensor, config.num_kv_heads)
+    return tensor
 
 
 class _Cursor:
@@ -150,6 +179,26 @@ class _Cursor:
             raise CheckpointError(
                 f"{self.path} is damaged: bytes {start} to {end} are not UTF-8 text"
             ) from error
+
+    def strings(self, count: int) -> list[str]:
+        """`count` strings one after the other: a vocabulary has a hundred thousand."""
+        data, position, size = self.data, self.position, len(self.data)
+        length_at = struct.Struct("<Q").unpack_from
+        found = []
+        try:
+            for _ in range(count):
+                start = position + 8
+                position = start + length_at(data, position)[0]
+                if position > size:
+                    break
+                found.append(str(data[start:position], "utf-8"))
+        except (struct.error, UnicodeDecodeError):
+            pass
+        if len(found) < count:  # once more from there, for the message that says what is wrong
+            self.position = start - 8
+            self.string()
+        self.position = position
+        return found
 
     def require(self, num_bytes: int) -> None:
         if self.position + num_bytes > len(self.data):
@@ -199,6 +248,8 @@ def _read_value(cursor: _Cursor, key: str, kind: int) -> Any:
         if item_kind in _SCALARS:
             return list(cursor.scalars(_SCALARS[item_kind], count))
         cursor.require(8 * count)
+        if item_kind == _STRING:
+            return cursor.strings(count)
         return [_read_value(cursor, key, item_kind) for _ in range(count)]
     raise CheckpointError(f"{cursor.path} is damaged: {key} has the unknown value type {kind}")
 
@@ -230,25 +281,31 @@ def _read_tensor_infos(
 
 def _stored_size(path: str, name: str, shape: tuple[int, ...], type_number: int) -> tuple[str, int]:
     """Type name and number of bytes of a tensor."""
+    found = [name for name, (number, _, _) in _TYPES.items() if number == type_number]
+    if not found:
+        raise CheckpointError(_unsupported(path, name, type_number))
+    type_name = found[0]
+    _, block_size, block_bytes = _TYPES[type_name]
+    if shape[-1] % block_size:
+        raise CheckpointError(
+            f"{path} is damaged: rows of {name} have {shape[-1]} values, "
+            f"not a multiple of {block_size} as {type_name} needs"
+        )
+    return type_name, math.prod(shape) // block_size * block_bytes
+
+
+def _unsupported(path: str, name: str, type_number: int) -> str:
     require("gguf", "engine")
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+    from gguf import GGMLQuantizationType
 
     try:
         kind = GGMLQuantizationType(type_number)
     except ValueError:
-        raise CheckpointError(f"{path}: {name} has the unknown type {type_number}") from None
-    if kind.name not in SUPPORTED_TYPES:
-        raise CheckpointError(
-            f"{path}: {name} has type {kind.name}, which is not supported; "
-            f"supported: {', '.join(SUPPORTED_TYPES)}"
-        )
-    block_size, block_bytes = GGML_QUANT_SIZES[kind]
-    if shape[-1] % block_size:
-        raise CheckpointError(
-            f"{path} is damaged: rows of {name} have {shape[-1]} values, "
-            f"not a multiple of {block_size} as {kind.name} needs"
-        )
-    return kind.name, math.prod(shape) // block_size * block_bytes
+        return f"{path}: {name} has the unknown type {type_number}"
+    return (
+        f"{path}: {name} has type {kind.name}, which is not supported; "
+        f"supported: {', '.join(SUPPORTED_TYPES)}"
+    )
 
 
 def _hf_name(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -15,8 +16,9 @@ from flashpage.errors import ArgumentError, CheckpointError
 from flashpage.layers.linear import has_fast_bfloat16
 from flashpage.models.common import DecoderModel
 from flashpage.models.config import ModelConfig
+from flashpage.models.quantized import QuantizedDecoder, why_not_quantized
 from flashpage.models.registry import build_model
-from flashpage.weights import default_model
+from flashpage.weights import default_model, quantized
 from flashpage.weights.assign import assign_weights
 from flashpage.weights.dummy import CONFIGS, dummy_tensors
 from flashpage.weights.gguf import GGUFFile
@@ -28,6 +30,8 @@ from flashpage.weights.safetensors import (
     safetensors_tensors,
 )
 from flashpage.weights.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
+
+logger = logging.getLogger("flashpage")
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 _DTYPES = {
@@ -45,7 +49,7 @@ class LoadedModel:
 
     name: str
     config: ModelConfig
-    model: DecoderModel
+    model: DecoderModel | QuantizedDecoder
     tokenizer: Tokenizer | None
 
 
@@ -56,12 +60,14 @@ class _Checkpoint:
     Attributes:
         tensors: names and weights, or None for dummy weights.
         load_tokenizer: called only if the caller brings no tokenizer.
+        file: where the tensors are, if that is a GGUF file.
     """
 
     name: str
     config: ModelConfig
     tensors: Iterable[tuple[str, Tensor]] | None
     load_tokenizer: Callable[[], Tokenizer | None]
+    file: GGUFFile | None = None
 
 
 def load_model(
@@ -70,6 +76,7 @@ def load_model(
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "cpu",
     load_format: str = "auto",
+    quantize: str = "auto",
     tokenizer: Tokenizer | str | os.PathLike[str] | None = None,
     seed: int = 0,
 ) -> LoadedModel:
@@ -81,21 +88,26 @@ def load_model(
             contents of a `config.json` or its path, or a name of `flashpage.weights.dummy.CONFIGS`.
         dtype: of the weights and activations: "float32", "bfloat16", "float16" or a torch dtype.
             "auto" is bfloat16 on CPUs that have instructions for it and float32 on others, and
-            the checkpoint's own dtype on a GPU.
+            the checkpoint's own dtype on a GPU. With quantised weights, the dtype of the KV cache.
         device: where the model runs.
         load_format: "auto", "safetensors", "gguf", or "dummy" for random weights.
+        quantize: "auto" keeps the blocks of a GGUF file as they are on a CPU, if dtype is "auto"
+            and the kernels serve model and processor (else why not is logged, and they are
+            dequantised); "none" dequantises them; "q8_0", "q4_0" and "q4_1" also quantise matrices
+            that come as floats, on a CPU only.
         tokenizer: a `Tokenizer`, or where to load another one from than the model's own.
         seed: of dummy weights; from -2**63 to 2**64 - 1.
 
     Raises:
-        ArgumentError: an unknown dtype, device or load_format, a device that this machine does
-            not have, or a seed out of range.
+        ArgumentError: an unknown dtype, device, load_format or quantize, a device that this machine
+            does not have, a quantisation that can not run here, or a seed out of range.
         CheckpointError: the files are missing, damaged or of a kind that is not supported.
         DownloadError: the model has to be fetched and can not be.
     """
     if load_format not in LOAD_FORMATS:
         raise ArgumentError(f"load_format must be one of {LOAD_FORMATS}, got {load_format!r}")
     device = _named_device(device)
+    _check_quantize(quantize, device)
     _check_seed(seed)
     chosen = None if dtype == "auto" else _named_dtype(dtype)
     checkpoint = _open(model, load_format)
@@ -104,11 +116,60 @@ def load_model(
     elif not isinstance(tokenizer, Tokenizer):
         tokenizer = load_tokenizer(_as_path(tokenizer, "tokenizer"))
     config = _with_ends_of(checkpoint.config, tokenizer)
-    built = _allocate(config, chosen or _automatic_dtype(config, device), device)
+    built = _quantized(checkpoint, config, chosen, device, quantize, seed)
+    if built is None:
+        built = _dense(checkpoint, config, chosen or _automatic_dtype(config, device), device, seed)
+    return LoadedModel(checkpoint.name, config, built, tokenizer)
+
+
+def _dense(
+    checkpoint: _Checkpoint,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+) -> DecoderModel:
+    built = _allocate(config, dtype, device)
     tensors = checkpoint.tensors
     assign_weights(built, dummy_tensors(built, seed) if tensors is None else tensors)
     built.prepare()
-    return LoadedModel(checkpoint.name, config, built, tokenizer)
+    return built
+
+
+def _quantized(
+    checkpoint: _Checkpoint,
+    config: ModelConfig,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    quantize: str,
+    seed: int,
+) -> QuantizedDecoder | None:
+    """The model with quantised weights, if that is wanted and possible."""
+    chosen = quantize in quantized.TYPES
+    if not chosen and (
+        quantize == "none" or dtype or device.type != "cpu" or checkpoint.file is None
+    ):
+        return None
+    reason = why_not_quantized(config)
+    if chosen and reason:
+        raise ArgumentError(f"quantize = {quantize!r} can not be had here: {reason}")
+    if not chosen and checkpoint.file is not None:
+        reason = reason or quantized.why_not_kept(checkpoint.file, config)
+    if reason:
+        logger.warning("the weights of %s are dequantised: %s", checkpoint.name, reason)
+        return None
+    if checkpoint.file is not None:
+        items = quantized.gguf_items(checkpoint.file, config)
+    elif checkpoint.tensors is not None:
+        items = checkpoint.tensors
+    else:
+        items = dummy_tensors(build_model(config, torch.float32, "meta"), seed, "cpu")
+    return quantized.assemble(
+        config,
+        items,
+        type_name=quantize if chosen else None,
+        dtype=dtype or torch.bfloat16,
+    )
 
 
 def _allocate(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> DecoderModel:
@@ -185,6 +246,7 @@ def _open_gguf(path: Path, name: str) -> _Checkpoint:
         config,
         file.hf_tensors(config),
         lambda: tokenizer_from_gguf(file.metadata) if has_vocabulary else None,
+        file,
     )
 
 
@@ -239,6 +301,14 @@ def _named_device(device: str | torch.device) -> torch.device:
             f"{torch.cuda.device_count()} CUDA devices"
         )
     return chosen
+
+
+def _check_quantize(quantize: str, device: torch.device) -> None:
+    choices = ("auto", "none", *quantized.TYPES)
+    if quantize not in choices:
+        raise ArgumentError(f"quantize must be one of {choices}, got {quantize!r}")
+    if quantize in quantized.TYPES and device.type != "cpu":
+        raise ArgumentError(f"quantize = {quantize!r} runs on the CPU only, not on {device}")
 
 
 def _check_seed(seed: int) -> None:

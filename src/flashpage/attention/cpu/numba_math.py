@@ -160,6 +160,12 @@ def bits_at(address, n):  # type: ignore[no-untyped-def]
 
 
 @jit()
+def bytes_at(address, n):  # type: ignore[no-untyped-def]
+    """n bytes at an address, as an array."""
+    return numba.carray(_pointer(address), n, dtype=np.uint8)
+
+
+@jit()
 def load_from(dst, dst_at, address, at, n, kind):  # type: ignore[no-untyped-def]
     """`dst[dst_at:][:n]` = n values from element `at` of the memory at `address`, as float32."""
     if kind == FLOAT32:

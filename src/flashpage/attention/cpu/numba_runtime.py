@@ -50,6 +50,7 @@ def kernels(module: str) -> ModuleType:
     # numba shares torch's OpenMP runtime, and sets its number of threads when it starts its own.
     threads = torch.get_num_threads()
     numba.set_num_threads(1)
+    _current.threads = 1
     torch.set_num_threads(threads)
     return importlib.import_module(module)
 

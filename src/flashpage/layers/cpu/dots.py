@@ -1,0 +1,235 @@
+"""The innermost loop of quantised linear layers: rows of activations times 16 rows of weights.
+
+A weight is kept in blocks of 16 output rows and 32 columns. Its bytes lie so that one vector holds
+four neighbouring columns of each of the 16 rows (`packing`), and a block's sum of products is
+exact in 32-bit integers, in any order. Then `out += d * x_scale * sum + m * x_scale * x_sum`, block
+after block, in float32: the same operations in the same order in every form.
+Imported only where numba is installed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+
+from flashpage.layers.cpu import forms
+from flashpage.layers.cpu.packing import BLOCK_BYTES, Q4, Q4_WIDE, Q6_WIDE, Q8, SCALE_BYTES
+from flashpage.layers.cpu.vectors import (
+    F32,
+    I8,
+    I16,
+    I32,
+    VF16,
+    VF32,
+    VI32,
+    ZERO,
+    ZERO_I,
+    declare,
+    fma,
+    i,
+    i64,
+    integers,
+    load,
+    loop,
+    outlined,
+    prefetch,
+    scaled,
+    splat,
+    store,
+)
+
+_AHEAD = 4096
+"""bytes by which weights are asked for before they are needed: the next group follows in memory"""
+
+
+def _parts(b: Any, x: Any, count: int) -> list[Any]:
+    """A vector of 16 x i32 in `count` equal pieces."""
+    lanes = 16 // count
+    undefined = ir.Constant(VI32, ir.Undefined)
+    kind = ir.VectorType(I32, lanes)
+    return [
+        b.shuffle_vector(x, undefined, ir.Constant(kind, list(range(first, first + lanes))))
+        for first in range(0, 16, lanes)
+    ]
+
+
+def _join(b: Any, parts: list[Any]) -> Any:
+    while len(parts) > 1:
+        lanes = 2 * parts[0].type.count
+        order = ir.Constant(ir.VectorType(I32, lanes), list(range(lanes)))
+        parts = [
+            b.shuffle_vector(*pair, order) for pair in zip(parts[::2], parts[1::2], strict=True)
+        ]
+    return parts[0]
+
+
+def _avx2(b: Any, acc: Any, w: Any, x: Any, bits: int) -> Any:
+    v8i, v16s, v32b = ir.VectorType(I32, 8), ir.VectorType(I16, 16), ir.VectorType(I8, 32)
+    multiply = declare(b, "llvm.x86.avx2.pmadd.wd", v8i, [v16s] * 2)
+    if bits == 4:  # pairs of products of 0..15 and -127..127 fit into 16 bits
+        pairs = declare(b, "llvm.x86.avx2.pmadd.ub.sw", v16s, [v32b] * 2)
+        products = b.call(pairs, [b.bitcast(w, v32b), b.bitcast(x, v32b)])
+        return b.add(acc, b.call(multiply, [products, ir.Constant(v16s, [1] * 16)]))
+    eight = ir.Constant(v16s, [8] * 16)
+    w, x = b.bitcast(w, v16s), b.bitcast(x, v16s)
+    even = [b.lshr(b.shl(w, eight), eight), b.ashr(b.shl(x, eight), eight)]
+    odd = [b.lshr(w, eight), b.ashr(x, eight)]
+    return b.add(acc, b.add(b.call(multiply, even), b.call(multiply, odd)))
+
+
+def _sdot(b: Any, acc: Any, w: Any, x: Any, bits: int) -> Any:
+    v4i, v16b = ir.VectorType(I32, 4), ir.VectorType(I8, 16)
+    dot = declare(b, "llvm.aarch64.neon.sdot.v4i32.v16i8", v4i, [v4i, v16b, v16b])
+    w, x = b.bitcast(w, v16b), b.bitcast(x, v16b)
+    if bits == 4:
+        return b.call(dot, [acc, w, x])
+    # The instruction takes signed bytes: w = (w - 128) + 64 + 64.
+    w = b.xor(w, ir.Constant(v16b, [-128] * 16))
+    half = ir.Constant(v16b, [64] * 16)
+    return b.call(dot, [b.call(dot, [b.call(dot, [acc, w, x]), half, x]), half, x])
+
+
+def _portable(b: Any, acc: Any, w: Any, x: Any) -> Any:
+    for byte in range(4):
+        up = integers(24 - 8 * byte)
+        weight = b.lshr(b.shl(w, up), integers(24))
+        acc = b.add(acc, b.mul(weight, b.ashr(b.shl(x, up), integers(24))))
+    return acc
+
+
+def dot(b: Any, form: int, acc: Any, w: Any, x: Any, bits: int) -> Any:
+    """`acc + sum of four products` in each of 16 lanes: unsigned bytes of w, signed ones of x."""
+    if form in (forms.AMX, forms.VNNI):
+        v64b = ir.VectorType(I8, 64)
+        function = declare(b, "llvm.x86.avx512.vpdpbusd.512", VI32, [VI32, v64b, v64b])
+        return b.call(function, [acc, b.bitcast(w, v64b), b.bitcast(x, v64b)])
+    if form == forms.PORTABLE:
+        return _portable(b, acc, w, x)
+    count = 4 if form == forms.SDOT else 2
+    parts = zip(*(_parts(b, v, count) for v in (acc, w, x)), strict=True)
+    if form == forms.SDOT:
+        return _join(b, [_sdot(b, *part, bits) for part in parts])
+    if form == forms.AVX2:
+        return _join(b, [_avx2(b, *part, bits) for part in parts])
+    v8i, v32b = ir.VectorType(I32, 8), ir.VectorType(I8, 32)
+    function = declare(b, "llvm.x86.avx512.vpdpbusd.256", v8i, [v8i, v32b, v32b])
+    return _join(
+        b,
+        [b.call(function, [acc, b.bitcast(w, v32b), b.bitcast(x, v32b)]) for acc, w, x in parts],
+    )
+
+
+def weight_vectors(b: Any, address: Any, offset: Any, bits: int) -> list[Any]:
+    """The eight vectors of one block, 32 columns four by four."""
+    if bits == 8:
+        return [load(b, address, b.add(offset, i(64 * j)), VI32, 64) for j in range(8)]
+    packed = [load(b, address, b.add(offset, i(64 * j)), VI32, 64) for j in range(4)]
+    mask = integers(0x0F0F0F0F)
+    low = [b.and_(v, mask) for v in packed]
+    return low + [b.and_(b.lshr(v, integers(4)), mask) for v in packed]
+
+
+def load_scales(b: Any, address: Any, block: Any, kind: int) -> list[Any]:
+    """d and m of 16 rows; for Q6_WIDE those of both halves."""
+    offset = scaled(b, block, SCALE_BYTES[kind])
+    if kind in (Q4, Q8):
+        halves = [load(b, address, b.add(offset, i(32 * j)), VF16, 32) for j in range(2)]
+        return [b.fpext(half, VF32) for half in halves]
+    count = SCALE_BYTES[kind] // 64
+    return [load(b, address, b.add(offset, i(64 * j)), VF32, 64) for j in range(count)]
+
+
+def add_block(
+    b: Any, kind: int, total: Any, sums: list[Any], scales: list[Any], xs: Any, xs_at: Any
+) -> Any:
+    """`total` and one block's part of it: the float32 arithmetic that all forms share.
+
+    sums: 16 x i32, of the block or of its halves; xs: address of the activations' scales, of which
+    those of this row and block begin `xs_at` bytes further.
+    """
+
+    def scale(place: int) -> Any:
+        return splat(b, load(b, xs, b.add(xs_at, i(4 * place)), F32, 4))
+
+    x_scale = scale(0)
+    for part, d, m in zip(range(len(sums)), scales[::2], scales[1::2], strict=True):
+        x_sum = scale(1 if len(sums) == 1 else 2 + part)
+        total = fma(b, m, x_sum, total)
+        total = fma(b, b.sitofp(sums[part], VF32), b.fmul(d, x_scale), total)
+    return total
+
+
+def finish(b: Any, total: Any, out: Any, offset: Any, add: Any) -> None:
+    """Store 16 results, or add them to what is there."""
+    old = load(b, out, offset, VF32, 4)
+    store(b, b.select(add, b.fadd(old, total), total), out, offset, 4)
+
+
+def _make(num_rows: int, kind: int) -> Any:
+    bits = 4 if kind in (Q4, Q4_WIDE) else 8
+
+    @intrinsic
+    def rows_by_16(  # type: ignore[no-untyped-def]
+        typing_context, form, w, s, x, x_step, xs, xs_step, num_blocks, out, out_step, add
+    ):
+        """`out[m][:16] = x[m] @ w.T` for `num_rows` rows and 16 output columns.
+
+        Args:
+            form: of `forms`.
+            w, s: addresses of `num_blocks` blocks of weights and of their scales.
+            x, xs: addresses of the rows' int8 values and scales, the next row `x_step` and
+                `xs_step` bytes further.
+            out: address of float32, the next row `out_step` bytes further.
+            add: add to `out` instead of replacing it.
+        """
+        which = form.count
+
+        def emit(b: Any, arguments: list[Any]) -> None:
+            w, s, x, x_step, xs, xs_step, num_blocks, out, out_step, add = arguments
+            rows = range(num_rows)
+            x_rows = [b.mul(x_step, i(m)) for m in rows]
+            xs_rows = [b.mul(xs_step, i(m)) for m in rows]
+            num_sums = 2 if kind == Q6_WIDE else 1
+
+            def body(block: Any, totals: list[Any]) -> list[Any]:
+                offset = scaled(b, block, BLOCK_BYTES[kind])
+                for line in range(0, BLOCK_BYTES[kind], 64):
+                    prefetch(b, w, b.add(offset, i(_AHEAD + line)))
+                vectors = weight_vectors(b, w, offset, bits)
+                sums = [[ZERO_I] * num_sums for _ in rows]
+                for j, vector in enumerate(vectors):
+                    half = j // 4 if num_sums == 2 else 0
+                    at = b.add(scaled(b, block, 32), i(4 * j))
+                    for m in rows:
+                        four = splat(b, load(b, x, b.add(x_rows[m], at), I32, 4))
+                        sums[m][half] = dot(b, which, sums[m][half], vector, four, bits)
+                scales = load_scales(b, s, block, kind)
+                return [
+                    add_block(
+                        b, kind, totals[m], sums[m], scales, xs,
+                        b.add(xs_rows[m], scaled(b, block, 16)),
+                    )
+                    for m in rows
+                ]  # fmt: skip
+
+            totals = loop(b, num_blocks, 1, [ZERO] * num_rows, body)
+            wants = b.icmp_signed("!=", add, i(0))
+            for m in rows:
+                finish(b, totals[m], out, b.mul(out_step, i(m)), wants)
+
+        def generate(context, b, signature, arguments):  # type: ignore[no-untyped-def]
+            outlined(b, f"flashpage_rows_{num_rows}_{kind}_{which}", arguments[1:], emit)
+            return context.get_dummy_value()
+
+        return types.void(form, *[i64] * 10), generate
+
+    return rows_by_16
+
+
+q4_by_1, q4_by_4, q4_by_8 = (_make(n, Q4) for n in (1, 4, 8))
+q8_by_1, q8_by_4, q8_by_8 = (_make(n, Q8) for n in (1, 4, 8))
+q4_wide_by_1, q4_wide_by_4 = (_make(n, Q4_WIDE) for n in (1, 4))
+q6_wide_by_1, q6_wide_by_4 = (_make(n, Q6_WIDE) for n in (1, 4))

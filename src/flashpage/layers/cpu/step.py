@@ -1,0 +1,391 @@
+"""A whole step of a decoder of the Llama family as one numba kernel; imported only with numba.
+
+Between the products everything is float32. The kernel gets addresses: see `run` for the tables.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numba
+import numpy as np
+
+from flashpage.attention.cpu.numba_math import bytes_at, float32_at, jit
+from flashpage.layers.cpu.attention import attend, count_parts, join, plan, scratch_size
+from flashpage.layers.cpu.attention_vectors import store_key, store_value, write_rotated
+from flashpage.layers.cpu.linear import (
+    EXACT,
+    TILE_BYTES,
+    aligned,
+    group_bytes,
+    multiply_columns,
+    multiply_group,
+    share,
+    uses_tiles,
+)
+from flashpage.layers.cpu.packing import Q6_WIDE
+from flashpage.layers.cpu.sync import COUNTERS, all_came, meet, take
+from flashpage.layers.cpu.tiles import begin_tiles, end_tiles
+from flashpage.layers.cpu.vectors import (
+    half_at,
+    row_add,
+    row_quantize,
+    row_scale,
+    row_silu_mul,
+    row_squares,
+)
+
+QKV, O, GATE_UP, DOWN = range(4)  # noqa: E741
+"""Projections in the table of weights."""
+
+ATTENTION_NORM, MLP_NORM, Q_NORM, K_NORM, QKV_BIAS, O_BIAS, GATE_UP_BIAS, DOWN_BIAS = range(8)
+"""Places in a layer's table of float32 vectors."""
+
+NUM_PARTS, GROUPS, COLUMN = 3, 6, 7
+"""A projection has up to so many packed weights (of several kinds); where a part's number of groups
+and its first output column stand, after what `multiply_group` takes."""
+
+TICKET_ROWS = 16
+"""rows from which threads take work piece by piece: one may be slower than another"""
+
+ATTENTION = 16
+"""where the counter of attention stands, after those of the projections"""
+
+MLP_ROWS = 64
+"""rows for which gate and up are computed before they are multiplied"""
+
+
+@jit(**EXACT)
+def _norm(x, weight, eps, out, size):  # type: ignore[no-untyped-def]
+    scale = np.float32(1) / np.float32(math.sqrt(row_squares(x, size) / np.float32(size) + eps))
+    row_scale(x, weight, scale, out, size)
+
+
+@jit(**EXACT)
+def _norm_rows(x, weight, eps, q, xs, first, last, size, room):  # type: ignore[no-untyped-def]
+    """Rows of x, normalised, to int8 q with scales xs."""
+    for row in range(first, last):
+        _norm(x + row * size * 4, weight, eps, room, size)
+        row_quantize(room, q + row * size, xs + row * (size // 2), size)
+
+
+@jit(**EXACT)
+def _project(  # type: ignore[no-untyped-def]
+    form, parts, x, xs, num_rows, out, out_step, add, thread, threads, tickets, room
+):
+    """This thread's columns of all packed weights of one projection, side by side.
+
+    tickets: a counter for each part, from which threads take what to do next where that is much.
+    """
+    for i in range(NUM_PARTS):
+        part = parts[i]
+        if part[GROUPS] > 0:
+            first, last = share(part[GROUPS], thread, threads)
+            if num_rows >= TICKET_ROWS:
+                first = take(tickets.ctypes.data + 8 * i)
+                last = min(first + 1, part[GROUPS])
+            while first < last:
+                multiply_columns(
+                    form, part, first, last, x, xs, num_rows, out + part[COLUMN] * 4, out_step,
+                    add, room,
+                )  # fmt: skip
+                first = last
+                if num_rows >= TICKET_ROWS:
+                    first = take(tickets.ctypes.data + 8 * i)
+                    last = min(first + 1, part[GROUPS])
+
+
+@jit(**EXACT)
+def _find(parts, column):  # type: ignore[no-untyped-def]
+    """The part that an output column is in, and the group within."""
+    at = 0
+    while at + 1 < NUM_PARTS and parts[at + 1, GROUPS] > 0 and column >= parts[at + 1, COLUMN]:
+        at += 1
+    return at, (column - parts[at, COLUMN]) // 16
+
+
+@jit(**EXACT)
+def _gate_and_up(  # type: ignore[no-untyped-def]
+    form, parts, bias, x, xs, num_rows, size, q, qs, thread, threads, tickets, room
+):
+    """This thread's columns of silu(gate) * up, quantised to q and qs.
+
+    room: scratch: of a tile, 256 bytes for each of MLP_ROWS rows, and four unpacked groups.
+    """
+    results = room + TILE_BYTES
+    unpacked = results + MLP_ROWS * 256
+    block, last = share(size // 32, thread, threads)
+    if num_rows >= TICKET_ROWS:
+        block, last = take(tickets.ctypes.data), size // 32
+    while block < last:
+        for rows_from in range(0, num_rows, MLP_ROWS):
+            rows = min(MLP_ROWS, num_rows - rows_from)
+            for i in range(4):  # two groups of gate, two of up
+                column = block * 32 + (i % 2) * 16 + (i // 2) * size
+                at, group = _find(parts, column)
+                part = parts[at]
+                space = unpacked + i * part[3] * 512
+                bytes_i = group_bytes(form, part, group, num_rows, space, rows_from > 0)
+                multiply_group(
+                    form, part, group, bytes_i, x + rows_from * part[3] * 32,
+                    xs + rows_from * part[3] * 16, rows, results + i * 64, 256, 0, room,
+                )  # fmt: skip
+            for row in range(rows):
+                gate = results + row * 256
+                if bias != 0:
+                    row_add(gate, bias + block * 128, 32)
+                    row_add(gate + 128, bias + (size + block * 32) * 4, 32)
+                row_silu_mul(gate, gate + 128, gate, 32)
+                at_row = (rows_from + row) * size + block * 32
+                row_quantize(gate, q + at_row, qs + at_row // 2, 32)
+        block = take(tickets.ctypes.data) if num_rows >= TICKET_ROWS else block + 1
+
+
+@jit(**EXACT)
+def _rotate_head(  # type: ignore[no-untyped-def]
+    kv, head, qkv, vectors, eps, cos, sin, slot, scale, q, k, v, num_q_heads, num_kv_heads, dim,
+    room,
+):  # fmt: skip
+    """A head of q, or of k with its v, of one token: bias, norm, rotation; K and V to the slot."""
+    x = qkv + head * dim * 4
+    is_key = head >= num_q_heads
+    value = x + num_kv_heads * dim * 4
+    if vectors[QKV_BIAS] != 0:
+        row_add(x, vectors[QKV_BIAS] + head * dim * 4, dim)
+        if is_key:
+            row_add(value, vectors[QKV_BIAS] + (head + num_kv_heads) * dim * 4, dim)
+    norm = vectors[K_NORM] if is_key else vectors[Q_NORM]
+    if norm != 0:
+        _norm(x, norm, eps, x, dim)
+    if not is_key:
+        write_rotated(x, cos, sin, scale, q + head * dim * 4, dim)
+        return
+    write_rotated(x, cos, sin, np.float32(1), room, dim)
+    item_size = 2 if len(kv) == 2 else 4
+    unit, lane = slot // 16, slot % 16
+    at = (unit * num_kv_heads + head - num_q_heads) * 16 * dim * item_size
+    store_key(kv, room, k + at + lane * item_size, dim)
+    store_value(kv, value, v + at + lane * dim * item_size, dim)
+
+
+@jit(**EXACT)
+def places(arena, offsets):  # type: ignore[no-untyped-def]
+    """Addresses of the eight arrays of a step, each aligned to 64."""
+    at = aligned(arena)
+    return (
+        at + offsets[0], at + offsets[1], at + offsets[2], at + offsets[3], at + offsets[4],
+        at + offsets[5], at + offsets[6], at + offsets[7],
+    )  # fmt: skip
+
+
+@jit(**EXACT)
+def _work(  # type: ignore[no-untyped-def]
+    thread, threads, counters, patience, form, kv, x_array, slots, positions, tables, table_step,
+    units_per_block, weights, vectors, caches, cos, sin, final_norm, eps, scale, shape, out, tasks,
+    num_parts, partial, states, arena, offsets, tickets,
+):  # fmt: skip
+    """One thread's part of `run`. After each `meet` everything from before it is there."""
+    counter, x = counters.ctypes.data, x_array.ctypes.data
+    qkv, q, xq, xs, aq, aqs, fq, fqs = places(arena, offsets)
+    hidden, intermediate, hq, hkv, dim = shape
+    num_rows, group = len(slots), hq // hkv
+    q_size, qkv_size, heads = hq * dim, (hq + 2 * hkv) * dim, hq + hkv
+    most_blocks = max(hidden, max(intermediate, q_size)) // 32
+    room = np.empty(TILE_BYTES + 64 + MLP_ROWS * 256 + 4 * most_blocks * 512, np.uint8)
+    tile_room = aligned(room)
+    row_room = np.empty(max(hidden, dim), np.float32)
+    scratch = np.empty(scratch_size(group, dim), np.float32)
+    alone = num_rows < threads
+    if alone:  # every thread has rows of its own, of all the same content: that spares meetings
+        xq, xs = xq + thread * num_rows * hidden, xs + thread * num_rows * (hidden // 2)
+    first_row, last_row = (0, num_rows) if alone else share(num_rows, thread, threads)
+    first_head, last_head = share(num_rows * heads, thread, threads)
+    where = (np.int64(0), aq, aqs, q_size)
+    if uses_tiles(form, num_rows):
+        begin_tiles(form)
+    for layer in range(len(weights)):
+        w, v = weights[layer], vectors[layer]
+        _norm_rows(
+            x, v[ATTENTION_NORM], eps, xq, xs, first_row, last_row, hidden, row_room.ctypes.data
+        )
+        if not alone:
+            meet(counter, threads, patience)
+        _project(
+            form,
+            w[QKV],
+            xq,
+            xs,
+            num_rows,
+            qkv,
+            qkv_size * 4,
+            0,
+            thread,
+            threads,
+            tickets[layer, QKV],
+            tile_room,
+        )
+        meet(counter, threads, patience)
+        for i in range(first_head, last_head):
+            row = i // heads
+            angle = positions[row] * dim * 4
+            _rotate_head(
+                kv, i % heads, qkv + row * qkv_size * 4, v, eps, cos + angle, sin + angle,
+                slots[row], scale, q + row * q_size * 4, caches[layer, 0], caches[layer, 1], hq,
+                hkv, dim, row_room.ctypes.data,
+            )  # fmt: skip
+        meet(counter, threads, patience)
+        t = thread if num_rows < TICKET_ROWS else take(tickets[layer].ctypes.data + 8 * ATTENTION)
+        while t < len(tasks):
+            at = t if num_parts > 0 else 0
+            attend(
+                kv, tasks[t], q, positions, tables, table_step, units_per_block, caches[layer, 0],
+                caches[layer, 1], hkv, group, dim, where, partial[at], states[at], scratch,
+            )  # fmt: skip
+            if num_rows < TICKET_ROWS:
+                t += threads
+            else:
+                t = take(tickets[layer].ctypes.data + 8 * ATTENTION)
+        meet(counter, threads, patience)
+        if num_parts > 0:
+            for t in range(thread, len(tasks), threads):
+                join(t, tasks, positions, partial, states, group, dim, where)
+            meet(counter, threads, patience)
+        _project(
+            form,
+            w[O],
+            aq,
+            aqs,
+            num_rows,
+            x,
+            hidden * 4,
+            1,
+            thread,
+            threads,
+            tickets[layer, O],
+            tile_room,
+        )
+        meet(counter, threads, patience)
+        if v[O_BIAS] != 0:
+            first, last = share(num_rows, thread, threads)
+            for row in range(first, last):
+                row_add(x + row * hidden * 4, v[O_BIAS], hidden)
+            meet(counter, threads, patience)
+        _norm_rows(x, v[MLP_NORM], eps, xq, xs, first_row, last_row, hidden, row_room.ctypes.data)
+        if not alone:
+            meet(counter, threads, patience)
+        _gate_and_up(
+            form, w[GATE_UP], v[GATE_UP_BIAS], xq, xs, num_rows, intermediate, fq, fqs,
+            thread, threads, tickets[layer, GATE_UP], tile_room,
+        )  # fmt: skip
+        meet(counter, threads, patience)
+        _project(
+            form,
+            w[DOWN],
+            fq,
+            fqs,
+            num_rows,
+            x,
+            hidden * 4,
+            1,
+            thread,
+            threads,
+            tickets[layer, DOWN],
+            tile_room,
+        )
+        meet(counter, threads, patience)
+        if v[DOWN_BIAS] != 0:
+            first, last = share(num_rows, thread, threads)
+            for row in range(first, last):
+                row_add(x + row * hidden * 4, v[DOWN_BIAS], hidden)
+            meet(counter, threads, patience)
+    if uses_tiles(form, num_rows):
+        end_tiles(form)
+    first, last = share(num_rows, thread, threads)
+    for row in range(first, last):
+        _norm(x + row * hidden * 4, final_norm, eps, out + row * hidden * 4, hidden)
+    room[0] = row_room[0] = scratch[0] = 0  # arrays must outlive the addresses in them
+
+
+@jit(parallel=True, **EXACT)
+def run(  # type: ignore[no-untyped-def]
+    form, kv, x, slots, positions, starts, tables, units_per_block, weights, vectors, caches,
+    cos, sin, final_norm, eps, scale, shape, out, threads, patience,
+):  # fmt: skip
+    """All layers and the final norm for the rows of a step; returns whether all threads took part.
+
+    Args:
+        form, kv: tags of `forms` and of the kind of pages.
+        x: float32 `[num_rows, hidden]`, the tokens' embeddings; overwritten.
+        slots, positions: int64 `[num_rows]`. starts: int64 `[num_seqs + 1]`, rows of each sequence.
+        tables: int32 `[num_seqs, max_blocks]`; a page is `units_per_block` units of 16 tokens.
+        weights: int64 `[num_layers, 4, NUM_PARTS, 8]`: `PackedWeight.address`, groups (0: no such
+            part) and the first output column.
+        vectors: int64 `[num_layers, 8]`, addresses of float32 vectors, 0 = none.
+        caches: int64 `[num_layers, 2]`, addresses of K and V.
+        cos, sin: addresses of float32 `[positions, dim]`; sin carries the sign of its half.
+        final_norm: address. scale: softmax scale. eps: of the norms.
+        shape: (hidden, intermediate, q heads, kv heads, dim).
+        out: address of float32 `[num_rows, hidden]`.
+        threads: how many there are. patience: as in `meet`.
+    """
+    hidden, intermediate, hq, hkv, dim = shape
+    rows = len(slots)
+    q_size, qkv_size, group = hq * dim, (hq + 2 * hkv) * dim, hq // hkv
+    # In units of half a byte: int8 values take 2, their scales 1, float32 8.
+    copies = threads if rows < threads else 1
+    sizes = np.array(
+        (
+            rows * qkv_size * 8, rows * q_size * 8, copies * rows * hidden * 2,
+            copies * rows * hidden, rows * q_size * 2, rows * q_size, rows * intermediate * 2,
+            rows * intermediate,
+        ),
+        np.int64,
+    )  # fmt: skip
+    offsets = np.zeros(9, np.int64)
+    for i in range(8):
+        offsets[i + 1] = offsets[i] + (sizes[i] // 2 + 63) // 64 * 64
+    arena = np.empty(offsets[8] + 64, np.uint8)
+    tasks = plan(starts, positions, hkv, group)
+    num_parts = count_parts(tasks, positions)
+    # The parts' results are found by the number of their task.
+    partial = np.empty((len(tasks) if num_parts > 0 else 1, group * dim), np.float32)
+    states = np.empty((len(tasks) if num_parts > 0 else 1, 4 * group), np.float32)
+    flat_tables = tables.reshape(-1)
+    table_step = tables.shape[1]
+    counters = np.zeros(COUNTERS, np.int64)
+    tickets = np.zeros((len(weights), 5, 4), np.int64)
+    for thread in numba.prange(threads):
+        # The loop must have the arrays themselves: numba may free what it has only addresses of.
+        _work(
+            np.int64(thread), threads, counters, patience, form, kv, x, slots, positions,
+            flat_tables, table_step, units_per_block, weights, vectors, caches, cos, sin,
+            final_norm, eps, scale, shape, out, tasks, num_parts, partial, states, arena, offsets,
+            tickets,
+        )  # fmt: skip
+    return all_came(counters)
+
+
+@jit(**EXACT)
+def embed(weight, ids, out):  # type: ignore[no-untyped-def]
+    """Rows `ids` of a packed table to float32 `[len(ids), 32 * blocks]`; weight: see `multiply`."""
+    w, s, kind, num_blocks, block_bytes, scale_bytes = weight
+    halves = 2 if kind == Q6_WIDE else 1
+    for row in range(len(ids)):
+        group, lane = ids[row] // 16, ids[row] % 16
+        for block in range(num_blocks):
+            at = group * num_blocks + block
+            values = bytes_at(w + at * block_bytes, block_bytes)
+            for half in range(halves):
+                scales = s + at * scale_bytes + half * 128
+                if scale_bytes == 64:
+                    d, m = half_at(scales + lane * 2), half_at(scales + 32 + lane * 2)
+                else:
+                    d, m = float32_at(scales, 32)[lane], float32_at(scales, 32)[16 + lane]
+                for column in range(32 // halves * half, 32 // halves * (half + 1)):
+                    place = lane * 4 + column % 4
+                    if block_bytes == 512:
+                        value = np.int64(values[column // 4 * 64 + place])
+                    else:
+                        byte = np.int64(values[column % 16 // 4 * 64 + place])
+                        value = byte & 15 if column < 16 else byte >> 4
+                    out[row, block * 32 + column] = d * np.float32(value) + m

@@ -1,0 +1,351 @@
+"""Vectors of 16 lanes for LLVM, at addresses; imported only where numba is installed.
+
+LLVM makes AVX-512, AVX2 or NEON code of them. Nothing here may be reordered or contracted by the
+compiler: additions happen in the order written, so that a row's result never depends on the kernel
+that it was computed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+LANES = 16
+F16, F32 = ir.HalfType(), ir.FloatType()
+I8, I16, I32, I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
+VF32, VF16 = ir.VectorType(F32, LANES), ir.VectorType(F16, LANES)
+VI32, VI16, VI8 = (ir.VectorType(t, LANES) for t in (I32, I16, I8))
+ZERO = ir.Constant(VF32, [0.0] * LANES)
+ZERO_I = ir.Constant(VI32, [0] * LANES)
+i64, f32 = types.int64, types.float32
+
+
+def i(value: int) -> Any:
+    return ir.Constant(I64, value)
+
+
+def constant(value: float) -> Any:
+    return ir.Constant(VF32, [float(value)] * LANES)
+
+
+def integers(value: int) -> Any:
+    return ir.Constant(VI32, [value] * LANES)
+
+
+def pointer(b: Any, address: Any, byte_offset: Any, kind: Any) -> Any:
+    """`address + byte_offset` as a pointer to `kind`; both are i64 values."""
+    return b.inttoptr(b.add(address, byte_offset), ir.PointerType(kind))
+
+
+def load(b: Any, address: Any, byte_offset: Any, kind: Any, align: int) -> Any:
+    value = b.load(pointer(b, address, byte_offset, kind), typ=kind)
+    value.align = align
+    return value
+
+
+def store(b: Any, value: Any, address: Any, byte_offset: Any, align: int) -> None:
+    b.store(value, pointer(b, address, byte_offset, value.type)).align = align
+
+
+def scaled(b: Any, index: Any, size: int) -> Any:
+    return b.mul(index, i(size))
+
+
+def splat(b: Any, scalar: Any) -> Any:
+    kind = ir.VectorType(scalar.type, LANES)
+    one = b.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(I32, 0))
+    return b.shuffle_vector(one, ir.Constant(kind, ir.Undefined), ZERO_I)
+
+
+def declare(b: Any, name: str, result: Any, arguments: Sequence[Any]) -> Any:
+    kind = ir.FunctionType(result, arguments)
+    return cgutils.get_or_insert_function(b.module, kind, name)
+
+
+def unary(b: Any, name: str, x: Any) -> Any:
+    return b.call(declare(b, f"llvm.{name}.v16f32", VF32, [VF32]), [x])
+
+
+def maximum(b: Any, x: Any, y: Any) -> Any:
+    return b.call(declare(b, "llvm.maxnum.v16f32", VF32, [VF32] * 2), [x, y])
+
+
+def fma(b: Any, x: Any, y: Any, z: Any) -> Any:
+    return b.call(declare(b, "llvm.fma.v16f32", VF32, [VF32] * 3), [x, y, z])
+
+
+def _halves(b: Any, x: Any, lanes: int) -> tuple[Any, Any]:
+    undefined = ir.Constant(x.type, ir.Undefined)
+    low, high = (
+        b.shuffle_vector(
+            x,
+            undefined,
+            ir.Constant(ir.VectorType(I32, lanes // 2), list(range(first, first + lanes // 2))),
+        )
+        for first in (0, lanes // 2)
+    )
+    return low, high
+
+
+def reduce_add(b: Any, x: Any) -> Any:
+    """The sum of the lanes, always by the same tree."""
+    lanes = LANES
+    while lanes > 1:
+        low, high = _halves(b, x, lanes)
+        x = b.fadd(low, high) if x.type.element == F32 else b.add(low, high)
+        lanes //= 2
+    return b.extract_element(x, ir.Constant(I32, 0))
+
+
+def _sums_of_two(b: Any, x: Any, y: Any) -> list[Any]:
+    """The sums of the lanes of two vectors of integers, in one tree."""
+    low_x, high_x = _halves(b, x, LANES)
+    low_y, high_y = _halves(b, y, LANES)
+    order = ir.Constant(VI32, list(range(LANES)))
+    total = b.shuffle_vector(b.add(low_x, high_x), b.add(low_y, high_y), order)
+    undefined = ir.Constant(VI32, ir.Undefined)
+    for distance in (4, 2, 1):
+        moved = [lane ^ distance for lane in range(LANES)]
+        total = b.add(total, b.shuffle_vector(total, undefined, ir.Constant(VI32, moved)))
+    return [b.extract_element(total, ir.Constant(I32, lane)) for lane in (0, 8)]
+
+
+def reduce_max(b: Any, x: Any) -> Any:
+    return b.call(declare(b, "llvm.vector.reduce.fmax.v16f32", F32, [VF32]), [x])
+
+
+def prefetch(b: Any, address: Any, byte_offset: Any) -> None:
+    """Ask for a cache line that is needed soon; any address will do."""
+    bytes_ = ir.PointerType(I8)
+    function = declare(b, "llvm.prefetch.p0", ir.VoidType(), [bytes_, I32, I32, I32])
+    for_reading, all_caches, data_cache = (ir.Constant(I32, n) for n in (0, 3, 1))
+    place = pointer(b, address, byte_offset, I8)
+    b.call(function, [place, for_reading, all_caches, data_cache])
+
+
+def outlined(
+    b: Any, name: str, arguments: Sequence[Any], emit: Callable[[Any, list[Any]], None]
+) -> None:
+    """Call a function of its own, made of what `emit(builder, arguments)` emits.
+
+    LLVM would put long loops into every caller, which multiplies the time to compile.
+    """
+    kind = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
+    function = b.module.globals.get(name)
+    if function is None:
+        function = ir.Function(b.module, kind, name)
+        function.linkage = "linkonce_odr"
+        function.attributes.add("noinline")
+        inside = ir.IRBuilder(function.append_basic_block("entry"))
+        emit(inside, list(function.args))
+        inside.ret_void()
+    b.call(function, arguments)
+
+
+def loop(
+    b: Any, stop: Any, step: int, initial: Sequence[Any], body: Callable[[Any, list[Any]], Any]
+) -> list[Any]:
+    """`for at in range(0, stop, step)`, at least once; carries values from turn to turn."""
+    before = b.block
+    inside, after = b.append_basic_block("loop"), b.append_basic_block("after")
+    b.branch(inside)
+    b.position_at_end(inside)
+    at = b.phi(I64)
+    at.add_incoming(i(0), before)
+    carried = []
+    for value in initial:
+        carried.append(b.phi(value.type))
+        carried[-1].add_incoming(value, before)
+    new = list(body(at, carried))
+    following = b.add(at, i(step))
+    at.add_incoming(following, b.block)
+    for phi, value in zip(carried, new, strict=True):
+        phi.add_incoming(value, b.block)
+    b.cbranch(b.icmp_signed("<", following, stop), inside, after)
+    b.position_at_end(after)
+    return new
+
+
+def exp(b: Any, x: Any) -> Any:
+    """exp, relative error under 2e-7 (Cephes' polynomial); arguments below -87 count as -87, and
+    above 88 as 88."""
+    x = maximum(b, x, constant(-87.0))
+    x = b.call(declare(b, "llvm.minnum.v16f32", VF32, [VF32] * 2), [x, constant(88.0)])
+    n = unary(b, "rint", b.fmul(x, constant(1.4426950408889634)))
+    r = fma(b, n, constant(-0.693359375), x)
+    r = fma(b, n, constant(2.12194440e-4), r)
+    p = constant(1.9875691500e-4)
+    for c in (
+        1.3981999507e-3,
+        8.3334519073e-3,
+        4.1665795894e-2,
+        1.6666665459e-1,
+        5.0000001201e-1,
+    ):
+        p = fma(b, p, r, constant(c))
+    p = fma(b, b.fmul(p, r), r, b.fadd(r, constant(1.0)))
+    exponent = b.shl(b.add(b.fptosi(n, VI32), integers(127)), integers(23))
+    return b.fmul(p, b.bitcast(exponent, VF32))
+
+
+def load_bfloat16(b: Any, address: Any, byte_offset: Any) -> Any:
+    bits = b.zext(load(b, address, byte_offset, VI16, 2), VI32)
+    return b.bitcast(b.shl(bits, integers(16)), VF32)
+
+
+@intrinsic
+def row_squares(typing_context, x, n):  # type: ignore[no-untyped-def]
+    """The sum of squares of n float32 at x, n a multiple of 16."""
+
+    def generate(context, b, signature, arguments):  # type: ignore[no-untyped-def]
+        x, n = arguments
+
+        def body(at: Any, sums: list[Any]) -> list[Any]:
+            value = load(b, x, scaled(b, at, 4), VF32, 4)
+            return [fma(b, value, value, sums[0])]
+
+        return reduce_add(b, loop(b, n, LANES, [ZERO], body)[0])
+
+    return f32(i64, i64), generate
+
+
+@intrinsic
+def row_scale(typing_context, x, weight, scale, out, n):  # type: ignore[no-untyped-def]
+    """`out = x * scale * weight` for n float32, n a multiple of 16."""
+
+    def generate(context, b, signature, arguments):  # type: ignore[no-untyped-def]
+        x, weight, scale, out, n = arguments
+        factor = splat(b, scale)
+
+        def body(at: Any, _: list[Any]) -> list[Any]:
+            where = scaled(b, at, 4)
+            value = b.fmul(load(b, x, where, VF32, 4), factor)
+            store(b, b.fmul(value, load(b, weight, where, VF32, 4)), out, where, 4)
+            return []
+
+        loop(b, n, LANES, [], body)
+        return context.get_dummy_value()
+
+    return types.void(i64, i64, f32, i64, i64), generate
+
+
+@intrinsic
+def row_add(typing_context, x, y, n):  # type: ignore[no-untyped-def]
+    """`x += y` for n float32, n a multiple of 16."""
+
+    def generate(context, b, signature, arguments):  # type: ignore[no-untyped-def]
+        x, y, n = arguments
+
+        def body(at: Any, _: list[Any]) -> list[Any]:
+            where = scaled(b, at, 4)
+            total = b.fadd(load(b, x, where, VF32, 4), load(b, y, where, VF32, 4))
+            store(b, total, x, where, 4)
+            return []
+
+        loop(b, n, LANES, [], body)
+        return context.get_dummy_value()
+
+    return types.void(i64, i64, i64), generate
+
+
+@intrinsic
+def row_silu_mul(typing_context, gate, up, out, n):  # type: ignore[no-untyped-def]
+    """`out = gate / (1 + exp(-gate)) * up` for n float32, n a multiple of 16."""
+
+    def generate(context, b, signature, arguments):  # type: ignore[no-untyped-def]
+        gate, up, out, n = arguments
+
+        def body(at: Any, _: list[Any]) -> list[Any]:
+            where = scaled(b, at, 4)
+            x = load(b, gate, where, VF32, 4)
+            value = b.fdiv(x, b.fadd(constant(1.0), exp(b, b.fneg(x))))
+            store(b, b.fmul(value, load(b, up, where, VF32, 4)), out, where, 4)
+            return []
+
+        loop(b, n, LANES, [], body)
+        return context.get_dummy_value()
+
+    return types.void(i64, i64, i64, i64), generate
+
+
+@intrinsic
+def row_quantize(typing_context, x, q, xs, n):  # type: ignore[no-untyped-def]
+    """n float32 to int8 in blocks of 32, n a multiple of 32.
+
+    q gets the integers, xs four float32 per block: the scale, and scale times the sum of all
+    integers, of the first 16 and of the others. A block with NaN gets the scale NaN.
+    """
+
+    def generate(context, b, signature, arguments):  # type: ignore[no-untyped-def]
+        x, q, xs, n = arguments
+
+        def body(at: Any, _: list[Any]) -> list[Any]:
+            where = scaled(b, at, 4)
+            parts = [load(b, x, b.add(where, i(64 * half)), VF32, 4) for half in (0, 1)]
+            # As integers magnitudes are in the order that they have as floats, and NaN is the top.
+            magnitudes = [b.and_(b.bitcast(p, VI32), integers(0x7FFFFFFF)) for p in parts]
+            largest = declare(b, "llvm.smax.v16i32", VI32, [VI32] * 2)
+            top = b.call(
+                declare(b, "llvm.vector.reduce.smax.v16i32", I32, [VI32]),
+                [b.call(largest, magnitudes)],
+            )
+            tiny = ir.Constant(I32, (127 - 100) << 23)  # 2 ** -100
+            top = b.bitcast(b.select(b.icmp_signed("<", top, tiny), tiny, top), F32)
+            scale = b.fmul(top, ir.Constant(F32, 1 / 127))
+            inverse = splat(b, b.fdiv(ir.Constant(F32, 127.0), top))
+            values = []
+            for half, part in enumerate(parts):
+                rounded = unary(b, "rint", b.fmul(part, inverse))
+                # NaN has no integer; its scale says what it was.
+                rounded = b.select(b.fcmp_ordered("ord", rounded, rounded), rounded, ZERO)
+                values.append(b.fptosi(rounded, VI32))
+                store(b, b.trunc(values[-1], VI8), q, b.add(at, i(16 * half)), 1)
+            sums = _sums_of_two(b, *values)
+            row = b.udiv(at, i(2))  # 16 bytes per 32 values
+            store(b, scale, xs, row, 4)
+            for place, total in enumerate((b.add(*sums), *sums)):
+                value = b.fmul(scale, b.sitofp(total, F32))
+                store(b, value, xs, b.add(row, i(4 + 4 * place)), 4)
+            return []
+
+        loop(b, n, 32, [], body)
+        return context.get_dummy_value()
+
+    return types.void(i64, i64, i64, i64), generate
+
+
+@intrinsic
+def row_residual(typing_context, x, q, xs, out, n):  # type: ignore[no-untyped-def]
+    """What `row_quantize` has rounded away: `out = x - scale * q`, n a multiple of 32."""
+
+    def generate(context, b, signature, arguments):  # type: ignore[no-untyped-def]
+        x, q, xs, out, n = arguments
+
+        def body(at: Any, _: list[Any]) -> list[Any]:
+            scale = splat(b, b.fneg(load(b, xs, b.udiv(at, i(2)), F32, 4)))
+            for half in (0, 1):
+                place = b.add(at, i(16 * half))
+                integer = b.sext(load(b, q, place, VI8, 1), VI32)
+                value = load(b, x, scaled(b, place, 4), VF32, 4)
+                rest = fma(b, b.sitofp(integer, VF32), scale, value)
+                store(b, rest, out, scaled(b, place, 4), 4)
+            return []
+
+        loop(b, n, 32, [], body)
+        return context.get_dummy_value()
+
+    return types.void(*[i64] * 5), generate
+
+
+@intrinsic
+def half_at(typing_context, address):  # type: ignore[no-untyped-def]
+    """The float16 at an address, as float32."""
+
+    def generate(context, b, signature, arguments):  # type: ignore[no-untyped-def]
+        return b.fpext(load(b, arguments[0], i(0), F16, 2), F32)
+
+    return f32(i64), generate

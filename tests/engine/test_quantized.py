@@ -1,0 +1,116 @@
+"""The engine on quantised weights: bits do not depend on the company, at any temperature."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from flashpage.engine.llm import LLM
+from flashpage.engine.sampling_params import SamplingParams
+from flashpage.errors import ArgumentError
+from flashpage.layers.cpu import forms
+from flashpage.models.quantized import QuantizedDecoder
+
+pytestmark = pytest.mark.skipif(bool(forms.why_no_form()), reason=str(forms.why_no_form()))
+
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 320,
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.1,
+}
+
+
+def tiny(**options) -> LLM:
+    llm = LLM(TINY, load_format="dummy", quantize="q8_0", seed=1, **options)
+    assert isinstance(llm.engine.model, QuantizedDecoder)
+    llm.engine.kv_cache.fill_(torch.nan)
+    return llm
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(4)
+    made = [[rng.randrange(3, 320) for _ in range(n)] for n in (1, 5, 16, 17, 33, 60, 300)]
+    return [*made, [*made[5][:40], 7, 8], made[5]]
+
+
+def params() -> list[SamplingParams]:
+    """Greedy, and drawn from nearly flat distributions, where a single bit may change the token."""
+    return [
+        SamplingParams(temperature=0.0 if i % 2 else 1.5, seed=i, max_tokens=30, ignore_eos=True)
+        for i in range(9)
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[list[int]]:
+    llm = tiny(max_num_seqs=1, enable_prefix_caching=False)
+    return [llm.generate(p, s)[0].token_ids for p, s in zip(prompts(), params(), strict=True)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_num_batched_tokens": 9, "max_num_seqs": 9},
+        {"max_num_batched_tokens": 33, "max_num_seqs": 3, "block_size": 32},
+        {"num_blocks": 24},
+        {"num_blocks": 24, "enable_prefix_caching": False, "max_num_batched_tokens": 40},
+        {"overlap": True},
+    ],
+    ids=str,
+)
+def test_tokens_do_not_depend_on_the_company(options, alone):
+    llm = tiny(**options)
+    outputs = llm.generate(prompts(), params())
+    assert [o.token_ids for o in outputs] == alone
+    assert (llm.engine.stats().preemptions > 0) == ("num_blocks" in options)
+    hits = llm.engine.stats().prefix_hit_tokens
+    again = llm.generate(prompts()[::-1], params()[::-1])
+    assert [o.token_ids for o in again] == alone[::-1]
+    if llm.engine.config.enable_prefix_caching:
+        assert llm.engine.stats().prefix_hit_tokens > hits
+
+
+def test_two_engines_in_one_process(alone):
+    engines = [tiny(), tiny(block_size=32)]
+    streams = [e.stream(prompts()[5], params()[5]) for e in engines]
+    tokens = [[], []]
+    for pieces in zip(*streams, strict=True):
+        for mine, piece in zip(tokens, pieces, strict=True):
+            mine += piece.token_ids
+    assert tokens == [alone[5], alone[5]]
+
+
+def test_pages_must_be_whole_units():
+    with pytest.raises(ArgumentError, match="block_size = 8 must be a multiple of 16"):
+        tiny(block_size=8)
+
+
+def test_threads():
+    before = torch.get_num_threads()
+    try:
+        tiny(threads=1)
+        assert torch.get_num_threads() == 1
+        with pytest.raises(ArgumentError, match="threads = 0 must be an integer from 1"):
+            tiny(threads=0)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_bad_weights_fail_the_request_not_the_engine():
+    llm = tiny()
+    table = llm.engine.model.embedding
+    table.scale_values()[: 32 * 3] = torch.nan  # of the tokens 0 to 15
+    bad, good = llm.generate([[50, 7, 90], [50, 60]], SamplingParams(temperature=0, max_tokens=5))
+    assert bad.finish_reason == "error"
+    assert good.finish_reason != "error"

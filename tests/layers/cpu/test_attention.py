@@ -1,0 +1,134 @@
+"""Attention over pages in units of 16 tokens, against standard attention."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from flashpage.attention.cpu.numba_runtime import call, kernels
+from flashpage.attention.standard import standard_attention
+
+pytest.importorskip("numba")
+ATTENTION = "flashpage.layers.cpu.attention"
+TAGS = {torch.float32: (0,), torch.bfloat16: (0, 0)}
+
+
+@cache
+def attend_all():
+    """Every task of one layer, then the rows whose splits were several."""
+    import numba
+
+    attention = kernels(ATTENTION)
+    attend, join = attention.attend, attention.join
+    scratch_size = attention.scratch_size
+
+    @numba.njit(parallel=True)
+    def run(
+        kv, tasks, q, positions, tables, step, units, k, v, num_kv_heads, group, dim, where, threads
+    ):
+        partial = np.full((len(tasks), group * dim), np.nan, np.float32)
+        states = np.full((len(tasks), 4 * group), np.nan, np.float32)
+        for thread in numba.prange(threads):
+            scratch = np.full(scratch_size(group, dim), np.nan, np.float32)
+            for t in range(thread, len(tasks), threads):
+                attend(
+                    kv, tasks[t], q, positions, tables, step, units, k, v, num_kv_heads, group,
+                    dim, where, partial[t], states[t], scratch,
+                )  # fmt: skip
+        for t in range(len(tasks)):
+            join(t, tasks, positions, partial, states, group, dim, where)
+
+    return run
+
+
+class Step:
+    """Sequences of given (context, new tokens), their K and V in pages full of NaN elsewhere."""
+
+    def __init__(self, lengths, heads, dim, dtype, block_size):
+        self.lengths, (self.hq, self.hkv), self.dim, self.dtype = lengths, heads, dim, dtype
+        self.block_size = block_size
+        totals = [context + new for context, new in lengths]
+        width = max(-(-total // block_size) for total in totals)
+        num_blocks = width * len(totals) + 2
+        order = torch.randperm(num_blocks)[: width * len(totals)]
+        self.tables = order.reshape(len(totals), width).to(torch.int32)
+        units = num_blocks * block_size // 16
+        self.k = torch.full((units, self.hkv, dim, 16), torch.nan, dtype=dtype)
+        self.v = torch.full((units, self.hkv, 16, dim), torch.nan, dtype=dtype)
+        self.keys = [torch.randn(2, n, self.hkv, dim).to(dtype) for n in totals]
+        for table, (k, v) in zip(self.tables.tolist(), self.keys, strict=True):
+            for t in range(len(k)):
+                slot = table[t // block_size] * block_size + t % block_size
+                self.k[slot // 16, :, :, slot % 16] = k[t]
+                self.v[slot // 16, :, slot % 16] = v[t]
+        self.q = [torch.randn(new, self.hq, dim) for _, new in lengths]
+
+    def run(self, which=None, rows=None, threads=1) -> list[Tensor]:
+        """Results of the sequences `which`, of their new tokens from `rows` on."""
+        which = range(len(self.lengths)) if which is None else which
+        q = torch.cat([self.q[i][slice(*(rows or (None,)))] for i in which])
+        positions = [
+            torch.arange(self.lengths[i][0], sum(self.lengths[i]))[slice(*(rows or (None,)))]
+            for i in which
+        ]
+        starts = np.cumsum([0, *(len(p) for p in positions)])
+        scaled = (q * self.dim**-0.5).contiguous()
+        out = torch.full((len(q), self.hq, self.dim), torch.nan)
+        q8, scales = torch.empty(q.numel(), dtype=torch.int8), torch.empty(q.numel() // 8)
+        tables = self.tables[list(which)].numpy()
+        group = self.hq // self.hkv
+        tasks = call(
+            kernels(ATTENTION).plan, 1, starts, torch.cat(positions).numpy(), self.hkv, group
+        )
+        call(
+            attend_all(), threads, TAGS[self.dtype], tasks, scaled.data_ptr(),
+            torch.cat(positions).numpy(), tables.reshape(-1), tables.shape[1],
+            self.block_size // 16, self.k.data_ptr(), self.v.data_ptr(), self.hkv, group, self.dim,
+            (out.data_ptr(), q8.data_ptr(), scales.data_ptr(), self.hq * self.dim), threads,
+        )  # fmt: skip
+        blocks = q8.reshape(-1, 32) * scales.reshape(-1, 4)[:, :1]
+        error = (blocks.reshape(out.shape) - out).abs().reshape(-1, 32)
+        assert (error <= 0.51 * scales.reshape(-1, 4)[:, :1]).all()
+        return list(out.split(np.diff(starts).tolist()))
+
+
+LENGTHS = [(0, 1), (0, 33), (70, 1), (15, 2), (600, 1), (255, 1), (256, 1), (500, 31), (64, 65)]
+
+
+@pytest.mark.parametrize("dtype", TAGS, ids=str)
+@pytest.mark.parametrize(
+    ("heads", "dim", "block_size"),
+    [((9, 3), 64, 16), ((4, 4), 32, 32), ((7, 1), 96, 16), ((8, 4), 128, 64), ((64, 1), 32, 16)],
+)
+def test_equals_standard_attention(heads, dim, block_size, dtype):
+    step = Step(LENGTHS, heads, dim, dtype, block_size)
+    for out, q, (k, v) in zip(step.run(threads=2), step.q, step.keys, strict=True):
+        q, k, v = (x.double()[None] for x in (q, k, v))
+        expected = standard_attention(q, k, v, causal=True).out[0]
+        assert (out - expected).abs().max() < 5e-6
+
+
+@pytest.mark.parametrize("dtype", TAGS, ids=str)
+def test_a_row_has_the_same_bits_in_any_company(dtype):
+    step = Step(LENGTHS, (9, 3), 64, dtype, 16)
+    together = step.run(threads=2)
+    for i, whole in enumerate(together):
+        assert torch.equal(step.run([i])[0], whole)
+        for first in range(0, len(whole), 7):
+            assert torch.equal(step.run([i], (first, first + 1))[0], whole[first : first + 1])
+        assert torch.equal(
+            step.run([i], (len(whole) // 3, len(whole)))[0], whole[len(whole) // 3 :]
+        )
+
+
+def test_huge_scores():
+    step = Step([(300, 1), (0, 90)], (2, 1), 64, torch.float32, 16)
+    for q in step.q:
+        q *= 1e4
+    for out, q, (k, v) in zip(step.run(), step.q, step.keys, strict=True):
+        expected = standard_attention(*(x.double()[None] for x in (q, k, v)), causal=True).out[0]
+        assert (out - expected).abs().max() < 2e-2  # of scores that float32 knows to 1e-3

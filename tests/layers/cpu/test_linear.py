@@ -1,0 +1,92 @@
+"""Quantised products in every form that this processor runs, against the float32 product."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashpage.attention.cpu.numba_runtime import call, kernels
+from flashpage.errors import ArgumentError
+from flashpage.layers.cpu import forms, packing
+from flashpage.layers.cpu.packing import PackedWeight
+from layers.cpu.test_packing import KINDS, raw_rows
+
+pytest.importorskip("numba")
+FORMS = forms.available_forms()
+
+
+def multiply(form: str, weight: PackedWeight, x: Tensor, threads: int = 1) -> Tensor:
+    out = torch.full((len(x), weight.groups * 16 + 5), torch.nan)
+    came = call(
+        kernels("flashpage.layers.cpu.linear").linear,
+        threads,
+        forms.tag(form),
+        weight.address(),
+        weight.groups,
+        x.data_ptr(),
+        len(x),
+        x.shape[1],
+        out.data_ptr(),
+        4 * out.stride(0),
+        threads,
+        1 << 28,
+    )
+    assert came
+    assert out[:, weight.groups * 16 :].isnan().all(), "wrote beside its columns"
+    return out[:, : weight.rows]
+
+
+@pytest.mark.parametrize("type_name", KINDS)
+def test_every_form_gives_the_product_and_the_same_bits(type_name: str) -> None:
+    weight = packing.pack_gguf(type_name, raw_rows(type_name, 53, 256))
+    x = torch.randn(45, 256)
+    x[2] *= 1e4
+    x[3] = 0
+    x[4, 32:64] = 0
+    dense = weight.dequantize().double()
+    expected = x.double() @ dense.T
+    # Two rows of int8: steps of 1 / 254^2 of the largest value of a block.
+    tops = x.double().reshape(45, -1, 32).abs().amax(-1, keepdim=True).expand(-1, -1, 32)
+    terms = tops.reshape(x.shape) @ dense.abs().T
+    first = None
+    for form in FORMS:
+        out = multiply(form, weight, x)
+        assert ((out - expected).abs() <= 1e-5 * terms + 1e-6).all(), form
+        first = out if first is None else first
+        assert torch.equal(out, first), f"{form} differs from {FORMS[0]}"
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("type_name", KINDS)
+def test_a_row_does_not_depend_on_others(type_name: str, form: str) -> None:
+    weight = packing.pack_gguf(type_name, raw_rows(type_name, 96, 256))
+    x = torch.randn(61, 256)
+    together = multiply(form, weight, x, threads=2)
+    for start, stop in ((0, 1), (5, 7), (3, 11), (20, 50), (60, 61)):
+        assert torch.equal(multiply(form, weight, x[start:stop]), together[start:stop])
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_is_no_number_is_not_hidden(value: float) -> None:
+    weight = packing.pack_gguf("Q4_1", raw_rows("Q4_1", 16, 64))
+    x = torch.randn(3, 64)
+    x[1, 7] = value
+    out = multiply(FORMS[0], weight, x)
+    assert not out[1].isfinite().any()
+    assert out[[0, 2]].isfinite().all()
+
+
+def test_a_form_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert forms.best_form() == FORMS[0]
+    monkeypatch.setenv("FLASHPAGE_CPU_FORM", "portable")
+    assert forms.best_form() == "portable"
+    monkeypatch.setenv("FLASHPAGE_CPU_FORM", "sse9")
+    with pytest.raises(ArgumentError, match="FLASHPAGE_CPU_FORM = 'sse9' can not be run here"):
+        forms.best_form()
+
+
+def test_a_processor_without_dot_products_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forms, "_features", lambda: {"sse2": True})
+    assert forms.available_forms() == ["portable"]
+    assert "this processor has none of" in str(forms.why_no_form())
