@@ -291,6 +291,11 @@ def _allocate(dtype: Any, shape: Sequence[int], layout: Any) -> Any:
     return _Shared(x.fill_(torch.nan) if dtype.is_floating_point else x.fill_(-(2**31)))
 
 
+def _keep_where(x: Tensor, distance: Tensor, step: int, other: float) -> Tensor:
+    assert (distance.diff(dim=1) == step).all()
+    return torch.where(distance >= 0, x, other)
+
+
 def _binary(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], Tensor]:
     def apply(a: Any, b: Any) -> Tensor:
         like = a if isinstance(a, Tensor) else b
@@ -368,7 +373,7 @@ def _stand_ins() -> dict[str, types.ModuleType]:
         partial_sums=lambda x: x.reshape(x.shape[0], -1, 8).sum(1),
         scale_partial_sums=lambda x, factor: x * factor[:, None],
         tma_add=lambda desc, coord, source: desc.add(coord, source),
-        keep_where=lambda x, distance, step: torch.where(distance >= 0, x, 0),
+        keep_where=_keep_where,
     )
     gluon = _module("gluon", jit=_jit, constexpr_function=_jit, language=language)
     return {

@@ -90,3 +90,16 @@ def test_without_numba_torch_serves(monkeypatch):
     finally:
         numba_runtime.why_unavailable.cache_clear()
         dispatch._choose.cache_clear()
+
+
+def test_the_backward_is_served_by_what_the_forward_named():
+    """Wherever it runs: for tensors on a GPU autograd has threads of its own."""
+    q = torch.randn(1, 5, 2, 8, requires_grad=True)
+    with dispatch.only("cpu_torch"):
+        out = flashpage.flash_attn_func(q, q, q)
+        assert dispatch.named() == ("cpu_torch",)
+    assert dispatch.named() is None
+    with dispatch.only("cpu_numba"):  # which has no backward
+        (grad,) = torch.autograd.grad(out.sum(), q)
+        assert dispatch.named() == ("cpu_numba",)
+    assert torch.isfinite(grad).all()

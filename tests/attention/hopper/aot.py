@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
 from aot import SHARED_KB, TOOLS, _inputs, _problem, compiling_for
@@ -56,8 +58,7 @@ SOFTCAP = {"softcap": 20.0}
 def representative() -> Iterator[Case]:
     yield Case("causal d 64", "dense", 64, options=CAUSAL, spills=128)
     yield Case("causal d 256", "dense", 256, options=CAUSAL)
-    yield Case("varlen causal d 96", "varlen", 96, FP16, options=CAUSAL)
-    yield Case("pages of 16 causal d 128", "paged", 128, block_size=16, options=CAUSAL)
+    yield Case("pages of 16 causal d 96", "paged", 96, FP16, block_size=16, options=CAUSAL)
     yield Case("backward causal d 128", "dense", 128, options=CAUSAL, spills=32)
     yield Case("backward varlen d 64", "varlen", 64, FP16, spills=96)
 
@@ -89,6 +90,33 @@ def compile_case(case: Case) -> Any:
     return list(kernel.device_caches[90][0].values())[-1]
 
 
+@gluon.constexpr_function
+def _register_order(n, warps):
+    """Two elements of a row, two of the row 8 further down, then those 8 columns on."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [8, 0], *([0, 8 << i] for i in range((n // 8).bit_length() - 1))],
+        lane_bases=[[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16 << i, 0] for i in range(warps.bit_length() - 1)],
+        block_bases=[],
+        shape=[16 * warps, n],
+    )
+
+
+@gluon.jit
+def _register_order_kernel(N: gl.constexpr, WARPS: gl.constexpr):
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, N, 16])
+    found: gl.constexpr = gl.to_linear_layout(LAYOUT, [16 * WARPS, N])
+    expected: gl.constexpr = _register_order(N, WARPS)
+    gl.static_assert(found == expected)
+
+
+def check_register_order() -> None:
+    """What `instructions.py` takes for granted of a thread's registers."""
+    for n, warps in ((64, 4), (128, 4), (256, 4), (64, 8), (128, 8)):
+        with compiling_for(90):
+            _register_order_kernel[(1,)](n, warps, num_warps=warps)
+
+
 def judge(ptx: str) -> tuple[int, int, list[str]]:
     """Registers, bytes of spills, and warnings, as ptxas reports them."""
     with tempfile.TemporaryDirectory() as folder:
@@ -112,6 +140,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases whose name contains this")
     options = parser.parse_args()
     cases = [c for c in (every() if options.all else representative()) if options.only in c.name]
+    check_register_order()
     faults = []
     with ThreadPoolExecutor(2) as pool:
         pending = []

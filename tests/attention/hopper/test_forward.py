@@ -144,15 +144,25 @@ def test_options(options, seqlen_q, seqlen_k, head_dim):
     check_dense(*qkv(2, seqlen_q, seqlen_k, (2, 1, head_dim)), **options)
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("ping_pong", [False, True])
-@pytest.mark.parametrize("lazy", [False, True])
-@pytest.mark.parametrize(("consumers", "out_in_q"), [(2, False), (2, True), (3, False)])
-def test_every_way_of_tiling(persistent, ping_pong, lazy, consumers, out_in_q, monkeypatch):
+@pytest.mark.parametrize(
+    ("persistent", "ping_pong", "lazy"),
+    [(True, True, True), (False, True, False), (True, False, False), (False, False, True)],
+)
+@pytest.mark.parametrize(
+    ("consumers", "block_n", "out_in_q", "skip"),
+    [(2, 128, False, False), (2, 64, True, True), (3, 128, False, False), (3, 128, False, True)],
+)
+def test_every_way_of_tiling(
+    persistent, ping_pong, lazy, consumers, block_n, out_in_q, skip, monkeypatch
+):
     registers = (240, 24) if consumers == 2 else (160, 32)
-    tiles = hopper.Tiles(consumers, 128, 2, ping_pong, lazy, persistent, out_in_q, registers)
+    tiles = hopper.Tiles(
+        consumers, block_n, 2, ping_pong, lazy, persistent, out_in_q, skip, skip, registers
+    )
     monkeypatch.setattr(hopper, "forward_tiles", lambda block_d: tiles)
     check_dense(*qkv(1, 300, 400, (3, 1, 64)), causal=True)
+    check_dense(*qkv(1, 200, 170, (2, 1, 64)), window_size=(70, 20))
+    check_dense(*qkv(1, 200, 300, (1, 1, 64)))
 
 
 # ---------------------------------------------------------------------------------------------

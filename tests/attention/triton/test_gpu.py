@@ -382,9 +382,10 @@ def test_lengths_make_no_new_kernels():
     def compiled() -> int:
         modules = [backward, cache, decode, forward]
         if "hopper" in BACKENDS:
+            from flashpage.attention.hopper import backward as hopper_backward
             from flashpage.attention.hopper import forward as hopper_forward
 
-            modules.append(hopper_forward)
+            modules += [hopper_backward, hopper_forward]
         kernels = {
             id(x): x for module in modules for x in vars(module).values()
             if hasattr(x, "device_caches")

@@ -91,9 +91,10 @@ def _row_tiles(
     BLOCK_M: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
 ):  # fmt: skip
     """Tiles of rows that see a key of this block, `(lo, full, hi)`: those from `full` on need no
-    mask. With a left edge, and at the end of the keys, all are masked."""
+    mask. With a left edge, and at the end of the keys, all are masked. None for a block past the
+    end, of which a varlen sequence may have one."""
     diff = len_k - len_q
-    hi = (len_q + BLOCK_M - 1) // BLOCK_M
+    hi = gl.where(col_lo < len_k, (len_q + BLOCK_M - 1) // BLOCK_M, 0)
     lo = hi * 0
     full = hi * 0
     if HAS_RIGHT:
@@ -215,13 +216,13 @@ def _hide(
     exists = cols < len_k
     if HAS_RIGHT:
         first = gl.where(exists, cols - (diff + window_right), 2**30)
-        p = keep_where(p, rows[None, :] - first[:, None], 1)
+        p = keep_where(p, rows[None, :] - first[:, None], 1, 0.0)
     else:
         kept = gl.where(exists, 0, -1)
-        p = keep_where(p, kept[:, None].broadcast_to(p.shape), 0)
+        p = keep_where(p, kept[:, None].broadcast_to(p.shape), 0, 0.0)
     if HAS_LEFT:
         last = cols + (window_left - diff)
-        p = keep_where(p, last[:, None] - rows[None, :], -1)
+        p = keep_where(p, last[:, None] - rows[None, :], -1, 0.0)
     return p
 
 

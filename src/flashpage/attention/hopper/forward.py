@@ -32,6 +32,8 @@ class Tiles:
     lazy: bool = True
     persistent: bool = True
     out_in_q: bool = False
+    skip: bool = False
+    immediates: bool = False
     registers: tuple[int, int] = (240, 24)
     """of a thread of a consumer and of the producer"""
 
@@ -156,6 +158,8 @@ def launch(
         LAZY=tiles.lazy,
         PERSISTENT=tiles.persistent,
         OUT_IN_Q=tiles.out_in_q,
+        SKIP=tiles.skip,
+        IMMEDIATES=tiles.immediates,
         CONSUMER_REGISTERS=tiles.registers[0],
         PRODUCER_REGISTERS=tiles.registers[1],
         num_warps=4,

@@ -57,6 +57,7 @@ def _step(
     STAGES: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
     MASK: gl.constexpr, RAW: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr, PING_PONG: gl.constexpr, LAZY: gl.constexpr,
+    IMMEDIATES: gl.constexpr,
 ):  # fmt: skip
     """O += P V of the last block, S = Q K^T of `block` and its softmax."""
     v_stage = blocks_done % STAGES
@@ -78,7 +79,7 @@ def _step(
     release(k_empty.index(k_stage))
     new_p, m, alpha = softmax(
         s, m, row, block, len_q, len_k, softmax_scale, softcap, window_left, window_right,
-        BLOCK_N, S_LAYOUT, MASK, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, LAZY,
+        BLOCK_N, S_LAYOUT, MASK, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, LAZY, IMMEDIATES,
     )  # fmt: skip
     total = scale_partial_sums(total, alpha) + partial_sums(new_p)
     if LAZY:
@@ -92,6 +93,25 @@ def _step(
     else:
         acc = acc * alpha[:, None]
     return blocks_done, p, acc, m, total
+
+
+@gluon.jit
+def _pass_by(
+    k_full, k_empty, v_full, v_empty, blocks_done,
+    WARPGROUP: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+    PING_PONG: gl.constexpr,
+):  # fmt: skip
+    """A block of keys that only the other warpgroups' rows see."""
+    stage = blocks_done % STAGES
+    phase = (blocks_done // STAGES) & 1
+    mbarrier.wait(k_full.index(stage), phase)
+    if PING_PONG:
+        barrier_sync(FIRST_BARRIER + WARPGROUP, 256)
+        barrier_arrive(FIRST_BARRIER + (WARPGROUP + 1) % CONSUMERS, 256)
+    release(k_empty.index(stage))
+    mbarrier.wait(v_full.index(stage), phase)
+    release(v_empty.index(stage))
+    return blocks_done + 1
 
 
 @gluon.jit
@@ -123,10 +143,12 @@ def _consumer(
     WARPGROUP: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr, VARLEN: gl.constexpr, RAW: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr, PING_PONG: gl.constexpr,
-    LAZY: gl.constexpr, OUT_IN_Q: gl.constexpr,
+    LAZY: gl.constexpr, OUT_IN_Q: gl.constexpr, SKIP: gl.constexpr,
+    IMMEDIATES: gl.constexpr,
 ):  # fmt: skip
     """The 64 rows of number WARPGROUP of every tile. One warpgroup.
 
+    SKIP: blocks that none of these rows sees, but rows of later warpgroups do, are passed by.
     OUT_IN_Q: O leaves through the shared memory of Q, which is then given back later.
     """
     BLOCK_M: gl.constexpr = 64 * CONSUMERS
@@ -152,10 +174,19 @@ def _consumer(
         )
         row = row_lo + WARPGROUP * 64
         # Of these 64 rows alone, within what all rows of the tile walk.
-        _, full_lo, full_hi, _ = key_range(
+        _, full_lo, full_hi, my_hi = key_range(
             row, gl.minimum(row + 64, len_q), len_q, len_k, window_left, window_right, BLOCK_N,
             HAS_LEFT, HAS_RIGHT,
         )  # fmt: skip
+        if SKIP:
+            my_hi = gl.where(row < len_q, my_hi, lo)
+            my_hi = gl.minimum(gl.maximum(my_hi, lo + 1), hi)
+            for _ in range(my_hi, hi):
+                blocks_done = _pass_by(
+                    k_full, k_empty, v_full, v_empty, blocks_done, WARPGROUP, CONSUMERS, STAGES,
+                    PING_PONG,
+                )  # fmt: skip
+            hi = my_hi
 
         mbarrier.wait(q_full.index(WARPGROUP), tiles_done & 1)
         stage = blocks_done % STAGES
@@ -173,7 +204,7 @@ def _consumer(
         m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
         new_p, m, _ = softmax(
             s, m, row, hi - 1, len_q, len_k, softmax_scale, softcap, window_left, window_right,
-            BLOCK_N, S_LAYOUT, True, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, False,
+            BLOCK_N, S_LAYOUT, True, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, False, IMMEDIATES,
         )  # fmt: skip
         total = partial_sums(new_p)
         p = gl.convert_layout(new_p.to(v_s.dtype), P_LAYOUT)
@@ -189,6 +220,7 @@ def _consumer(
                     row, block, len_q, len_k, softmax_scale, softcap, window_left, window_right,
                     WARPGROUP, CONSUMERS, BLOCK_N, BLOCK_D, STAGES, S_LAYOUT, O_LAYOUT, P_LAYOUT,
                     True, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PING_PONG, LAZY,
+                    IMMEDIATES,
                 )  # fmt: skip
         else:
             full_hi = hi - 1
@@ -198,6 +230,7 @@ def _consumer(
                 row, block, len_q, len_k, softmax_scale, softcap, window_left, window_right,
                 WARPGROUP, CONSUMERS, BLOCK_N, BLOCK_D, STAGES, S_LAYOUT, O_LAYOUT, P_LAYOUT,
                 False, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PING_PONG, LAZY,
+                IMMEDIATES,
             )  # fmt: skip
         if HAS_LEFT:
             for block in range(full_lo - 1, lo - 1, -1):
@@ -206,6 +239,7 @@ def _consumer(
                     row, block, len_q, len_k, softmax_scale, softcap, window_left, window_right,
                     WARPGROUP, CONSUMERS, BLOCK_N, BLOCK_D, STAGES, S_LAYOUT, O_LAYOUT, P_LAYOUT,
                     True, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PING_PONG, LAZY,
+                    IMMEDIATES,
                 )  # fmt: skip
 
         if not OUT_IN_Q:
@@ -277,7 +311,8 @@ def forward_kernel(
     CHUNK: gl.constexpr, VARLEN: gl.constexpr, PAGE: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr, RAW: gl.constexpr,
     PING_PONG: gl.constexpr, LAZY: gl.constexpr, PERSISTENT: gl.constexpr, OUT_IN_Q: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    SKIP: gl.constexpr, IMMEDIATES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid: one program a tile, or with PERSISTENT as many as run at a time.
 
@@ -322,13 +357,15 @@ def forward_kernel(
                     o_desc, lse_ptr, softmax_scale, softcap, window_left, window_right, seqlen_q,
                     num_q_heads, q_s, k_s, v_s, o_s, tile_s, q_full, q_empty, k_full, k_empty,
                     v_full, v_empty, tile_full, tile_empty, 0, CONSUMERS, BLOCK_N, BLOCK_D, STAGES,
-                    VARLEN, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PING_PONG, LAZY, OUT_IN_Q,
+                    VARLEN, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PING_PONG, LAZY, OUT_IN_Q, SKIP,
+                    IMMEDIATES,
                 )),
                 (_consumer, (
                     o_desc, lse_ptr, softmax_scale, softcap, window_left, window_right, seqlen_q,
                     num_q_heads, q_s, k_s, v_s, o_s, tile_s, q_full, q_empty, k_full, k_empty,
                     v_full, v_empty, tile_full, tile_empty, 1, CONSUMERS, BLOCK_N, BLOCK_D, STAGES,
-                    VARLEN, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PING_PONG, LAZY, OUT_IN_Q,
+                    VARLEN, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PING_PONG, LAZY, OUT_IN_Q, SKIP,
+                    IMMEDIATES,
                 )),
                 (producer, (
                     q_desc, k_desc, v_desc, counter_ptr, cu_q_ptr, cu_k_ptr, table_ptr,
@@ -349,19 +386,22 @@ def forward_kernel(
                     o_desc, lse_ptr, softmax_scale, softcap, window_left, window_right, seqlen_q,
                     num_q_heads, q_s, k_s, v_s, o_s, tile_s, q_full, q_empty, k_full, k_empty,
                     v_full, v_empty, tile_full, tile_empty, 0, CONSUMERS, BLOCK_N, BLOCK_D, STAGES,
-                    VARLEN, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PING_PONG, LAZY, OUT_IN_Q,
+                    VARLEN, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PING_PONG, LAZY, OUT_IN_Q, SKIP,
+                    IMMEDIATES,
                 )),
                 (_consumer, (
                     o_desc, lse_ptr, softmax_scale, softcap, window_left, window_right, seqlen_q,
                     num_q_heads, q_s, k_s, v_s, o_s, tile_s, q_full, q_empty, k_full, k_empty,
                     v_full, v_empty, tile_full, tile_empty, 1, CONSUMERS, BLOCK_N, BLOCK_D, STAGES,
-                    VARLEN, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PING_PONG, LAZY, OUT_IN_Q,
+                    VARLEN, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PING_PONG, LAZY, OUT_IN_Q, SKIP,
+                    IMMEDIATES,
                 )),
                 (_consumer, (
                     o_desc, lse_ptr, softmax_scale, softcap, window_left, window_right, seqlen_q,
                     num_q_heads, q_s, k_s, v_s, o_s, tile_s, q_full, q_empty, k_full, k_empty,
                     v_full, v_empty, tile_full, tile_empty, 2, CONSUMERS, BLOCK_N, BLOCK_D, STAGES,
-                    VARLEN, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PING_PONG, LAZY, OUT_IN_Q,
+                    VARLEN, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PING_PONG, LAZY, OUT_IN_Q, SKIP,
+                    IMMEDIATES,
                 )),
                 (producer, (
                     q_desc, k_desc, v_desc, counter_ptr, cu_q_ptr, cu_k_ptr, table_ptr,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from flashpage.attention.hopper.instructions import keep_where
+
 LOG2E = gl.constexpr(1.4426950408889634)
 
 
@@ -23,12 +25,14 @@ def softmax(
     s, m, row, block, len_q, len_k, softmax_scale, softcap, window_left, window_right,
     BLOCK_N: gl.constexpr, S_LAYOUT: gl.constexpr, MASK: gl.constexpr, RAW: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr, LAZY: gl.constexpr,
+    IMMEDIATES: gl.constexpr,
 ):  # fmt: skip
     """`(p, m, alpha)`: P of a tile of raw scores, in base 2, the new maxima, and the factor that
     older sums and accumulators take.
 
     RAW: m are maxima of raw scores, which a positive scale keeps in order; otherwise of logits in
     base 2. LAZY: a maximum that grew by less than 8 in base 2 is not moved: P is then at most 2^8.
+    IMMEDIATES: masks compare with constants, one for each column of a thread.
     """
     scale = 1.0
     if RAW:
@@ -42,15 +46,19 @@ def softmax(
         diff = len_k - len_q
         rows = row + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
         cols = block * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
+        last = rows * 0 + (len_k - 1)
         if HAS_RIGHT:
-            last = gl.minimum(rows + (diff + window_right), len_k - 1)
-            seen = cols[None, :] <= last[:, None]
+            last = gl.minimum(rows + (diff + window_right), last)
+        first = rows + (diff - window_left)
+        if IMMEDIATES:
+            s = keep_where(s, last[:, None] - cols[None, :], -1, float("-inf"))
+            if HAS_LEFT:
+                s = keep_where(s, cols[None, :] - first[:, None], 1, float("-inf"))
         else:
-            seen = (cols < len_k)[None, :]
-        if HAS_LEFT:
-            first = rows + (diff - window_left)
-            seen = seen & (cols[None, :] >= first[:, None])
-        s = gl.where(seen, s, float("-inf"))
+            seen = cols[None, :] <= last[:, None]
+            if HAS_LEFT:
+                seen = seen & (cols[None, :] >= first[:, None])
+            s = gl.where(seen, s, float("-inf"))
     new_m = gl.maximum(m, gl.max(s, 1))
     if LAZY:
         new_m = gl.where((new_m - m) * scale > 8.0, new_m, m)

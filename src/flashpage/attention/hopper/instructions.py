@@ -111,14 +111,15 @@ def tma_add(desc, coord, source, _semantic=None):
 
 
 @gluon.constexpr_function
-def _keep(n, step):
+def _keep(n, step, other):
     """$0... are the results, tied to x; from $2n on the distances. A thread's elements are two of a
     row, two of the row 8 further down, then those 8 columns on."""
+    bits = "00000000" if other == 0.0 else "FF800000"
     select = []
     for i in range(n):
         column, distance = 8 * (i >> 2) + (i & 1), 2 * n + (i & 2)
         select.append(f"setp.ge.s32 q, ${distance}, {-step * column};")
-        select.append(f"selp.f32 ${i}, ${i}, 0f00000000, q;")
+        select.append(f"selp.f32 ${i}, ${i}, 0f{bits}, q;")
     return f"{{ .reg .pred q; {' '.join(select)} }}"
 
 
@@ -128,14 +129,16 @@ def _keep_operands(n):
 
 
 @gluon.jit
-def keep_where(x, distance, STEP: gl.constexpr):
-    """x where distance >= 0, else 0. From one column to the next distance grows by STEP: of a row
-    only its first element of each thread is looked at, the others are never computed. (An ordinary
-    `where` would hold all of them in registers.) For an accumulator whose warps lie along rows.
+def keep_where(x, distance, STEP: gl.constexpr, OTHER: gl.constexpr):
+    """x where distance >= 0, else OTHER, which is 0 or -inf.
+
+    From one column to the next distance grows by STEP: of a row only its first element of each
+    thread is looked at, the others are never computed. (An ordinary `where` takes more
+    instructions, and registers for its indices.) For an accumulator whose warps lie along rows.
     """
     N: gl.constexpr = x.shape[1] // 2
     return gl.inline_asm_elementwise(
-        _keep(N, STEP),
+        _keep(N, STEP, OTHER),
         _keep_operands(N),
         [x, distance],
         dtype=gl.float32,
