@@ -8,6 +8,7 @@ token, seconds from then to the last token)`.
 from __future__ import annotations
 
 import ctypes
+import os
 import time
 from collections.abc import Callable, Sequence
 
@@ -48,7 +49,10 @@ def llama_cpp(path: str, threads: int, max_seqs: int, max_len: int) -> Run:
         _KEPT.append(lib.llama_log_callback(lambda *_: None))
         lib.llama_log_set(_KEPT[0], None)
     lib.llama_backend_init()
-    model = lib.llama_model_load_from_file(path.encode(), lib.llama_model_default_params())
+    how = lib.llama_model_default_params()
+    # Its repacked weights (AMX among them) crash some builds: LLAMA_NO_REPACK=1 does without.
+    how.use_extra_bufts = not os.environ.get("LLAMA_NO_REPACK")
+    model = lib.llama_model_load_from_file(path.encode(), how)
     options = lib.llama_context_default_params()
     options.n_ctx = max_seqs * max_len
     options.n_batch = options.n_ubatch = 512

@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from typer.testing import CliRunner
 
 import flashpage
 from flashpage import cli
 from flashpage.engine.llm import LLM
+from flashpage.layers.cpu import forms
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 
@@ -507,7 +509,11 @@ class TestSurroundings:
         ("missing", "code"),
         [
             ("typer", "import flashpage.cli"),
-            ("gguf", "from flashpage.weights.load import load_model; load_model('{gguf}')"),
+            (
+                "gguf",  # which dequantises
+                "from flashpage.weights.load import load_model; "
+                "load_model('{gguf}', dtype='float32')",
+            ),
         ],
     )
     def test_missing_packages_are_named(
@@ -525,3 +531,14 @@ class TestSurroundings:
         )
         assert result.returncode == 1
         assert f"{missing} is not installed: pip install 'flashpage[engine]'" in result.stderr
+
+
+def test_options_of_a_cpu(invoke: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    assert invoke("generate", "Hi", "--max-tokens", "2", "--threads", "1").exit_code == 0
+    assert chosen[0] == 1
+    assert_refused(invoke("generate", "Hi", "--quantize", "q3"), "quantize must be one of")
+    if not forms.why_no_form():
+        words = "quantize = 'q8_0' can not be had here: head_dim = 16 is not a multiple of 32"
+        assert_refused(invoke("chat", "--quantize", "q8_0"), words)

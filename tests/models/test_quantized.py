@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -195,3 +198,27 @@ def test_neighbours_of_one_kind_are_one_matrix() -> None:
     parts = [pack_dense(torch.randn(16, 32), t) for t in ("Q4_0", "Q4_1", "Q8_0", "Q8_0")]
     assert [part.rows for part in quantized.merged(parts)] == [32, 32]
     assert [part.rows for part in quantized.merged(parts[1:3])] == [16, 16]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "threads", "said"),
+    [
+        ("OMP_THREAD_LIMIT", "1", 1, "2 threads do not run at the same time here"),
+        ("NUMBA_THREADING_LAYER", "workqueue", 2, "the threading layer workqueue, not omp"),
+    ],
+)
+def test_threads_that_are_not_to_be_had(variable: str, value: str, threads: int, said: str) -> None:
+    script = (
+        "import torch; torch.set_num_threads(2)\n"
+        "from flashpage.models.quantized import num_threads\n"
+        f"assert num_threads() == {threads}, num_threads()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), variable: value}
+    environment["NUMBA_NUM_THREADS"] = "2"
+    environment.pop("OMP_NUM_THREADS", None)
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True, text=True, timeout=300, check=False, env=environment,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert said in result.stderr

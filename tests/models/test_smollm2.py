@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +12,12 @@ from gguf import GGUFReader
 from gguf.quants import dequantize
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from flashpage.layers.cpu import forms
 from flashpage.models.common import DecoderModel
+from flashpage.models.quantized import QuantizedDecoder
+from flashpage.weights.gguf import GGUFFile
 from flashpage.weights.load import LoadedModel, load_model
+from flashpage.weights.quantized import assemble
 
 QUESTIONS = (
     "What is the capital of France?",
@@ -98,3 +103,26 @@ def test_writes_sense(
     tokens = greedy(ours.model, ours.tokenizer.encode(text, add_special_tokens=False), 12)
     assert "Paris" in ours.tokenizer.decode(tokens)
     assert ours.config.eos_token_ids[0] == 2
+
+
+@pytest.mark.skipif(bool(forms.why_no_form()), reason=str(forms.why_no_form()))
+@pytest.mark.parametrize("quantize", ["auto", "q8_0"])
+def test_quantised_weights_say_nearly_the_same(
+    quantize: str,
+    ours: LoadedModel,
+    smollm2_path: os.PathLike[str],
+    logits_in_chunks: Callable[..., torch.Tensor],
+) -> None:
+    """The file's own blocks, and its values quantised again to Q8_0: 500 tokens of a licence."""
+    text = (Path(__file__).parents[2] / "LICENSE").read_text(encoding="utf-8")
+    ids = ours.tokenizer.encode(text, add_special_tokens=False)[:500]
+    if quantize == "auto":
+        model = load_model(smollm2_path).model
+    else:
+        file = GGUFFile(smollm2_path)
+        model = assemble(ours.config, file.hf_tensors(ours.config), type_name=quantize)
+    assert isinstance(model, QuantizedDecoder)
+    expected = logits_in_chunks(ours.model, ids, 500).log_softmax(-1)
+    actual = logits_in_chunks(model, ids, 500).log_softmax(-1)
+    divergence = (expected.exp() * (expected - actual)).sum(-1).mean()
+    assert 0 < divergence < 0.005

@@ -284,7 +284,17 @@ class QuantizedDecoder(nn.Module):
 @cache
 def _usable_threads(wanted: int) -> int:
     """`wanted`, if so many threads run at the same time, or else 1, which is logged."""
-    if wanted == 1 or call(kernels(_SYNC).try_to_meet, wanted, wanted, _TRIAL):
+    if wanted == 1:
+        return 1
+    if call(kernels(_SYNC).try_to_meet, wanted, wanted, _TRIAL):
+        import numba
+
+        if numba.threading_layer() != "omp":
+            logger.warning(
+                "numba has the threading layer %s, not omp (OpenMP): a step starts later by some "
+                "0.2 ms",
+                numba.threading_layer(),
+            )
         return wanted
     logger.warning(
         "%d threads do not run at the same time here (OMP_THREAD_LIMIT, OMP_DYNAMIC?): "

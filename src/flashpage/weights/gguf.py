@@ -111,12 +111,14 @@ class GGUFFile:
 
     def read(self, name: str) -> Tensor:
         """One tensor, dequantised to float32."""
+        info = self.tensors[name]
+        raw = self._data[info.offset : info.offset + info.num_bytes]
+        if info.type_name == "F32":
+            return torch.from_numpy(raw.view(np.float32).copy()).reshape(info.shape)
         require("gguf", "engine")
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
 
-        info = self.tensors[name]
-        raw = self._data[info.offset : info.offset + info.num_bytes]
         rows = raw.reshape(*info.shape[:-1], -1)
         values = dequantize(rows, GGMLQuantizationType[info.type_name])
         return torch.from_numpy(np.asarray(values)).reshape(info.shape)
