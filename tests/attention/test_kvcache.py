@@ -327,11 +327,14 @@ def test_values_that_are_used_may_be_anything(backend, dtype):
         assert torch.isnan(out).all()
     big = torch.finfo(dtype).max / 8  # sums of a few must stay finite in float32
     tiny = torch.finfo(dtype).smallest_normal / 4  # subnormal
+    # Processors' bfloat16 products (VDPBF16PS, AMX), which torch may use, take these for zeros.
+    flushed = dtype == torch.bfloat16 and backend == "cpu_torch"
     for x in (big, -big, tiny, -tiny, 0.0):
         v = torch.full((1, 3, 1, 4), x).to(dtype)
         with dispatch.only(backend):
             out = flash_attn_with_kvcache(torch.zeros(1, 1, 1, 4).to(dtype), torch.zeros_like(v), v)
-        torch.testing.assert_close(out.double(), v[:, :1].double(), rtol=1e-2, atol=0)
+        atol = tiny if flushed and abs(x) == tiny else 0
+        torch.testing.assert_close(out.double(), v[:, :1].double(), rtol=1e-2, atol=atol)
 
 
 @BACKENDS
