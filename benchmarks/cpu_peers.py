@@ -20,6 +20,8 @@ _KEPT: list[object] = []
 
 
 def flashpage(path: str, threads: int, max_seqs: int, max_len: int) -> Run:
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the command line does
+
     from flashpage import LLM, SamplingParams
 
     llm = LLM(

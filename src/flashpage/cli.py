@@ -9,6 +9,7 @@ import contextlib
 import functools
 import io
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -102,6 +103,9 @@ LogStats = Annotated[
 
 def main() -> None:
     """Entry point of the `flashpage` command."""
+    # OpenMP reads it when torch is loaded. Threads that spin while they wait lose their turn to
+    # whatever else runs on the machine, at every step anew.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A character that the terminal's encoding lacks must not end a text half-way.
         sys.stdout.reconfigure(errors="replace")
