@@ -208,8 +208,17 @@ SPLIT_OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", SPLIT_OPTIONS)
-@pytest.mark.parametrize("layout", ["dense", "varlen", "paged"])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *(("full", layout) for layout in ("dense", "varlen", "paged")),
+        ("causal", "paged"),
+        ("window", "varlen"),
+        ("softcap", "dense"),
+        ("alibi", "varlen"),
+        ("large", "paged"),
+    ],
+)
 def test_few_rows_over_many_keys_in_parts(name, layout, monkeypatch, poisoned):
     monkeypatch.setattr(forward, "MIN_SPLIT_KEYS", 32)
     monkeypatch.setattr(forward.runtime, "num_multiprocessors", lambda device: 132)
