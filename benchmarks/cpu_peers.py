@@ -11,6 +11,7 @@ import ctypes
 import os
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 Prompts = Sequence[Sequence[int]]
 Run = Callable[[Prompts, int], tuple[float, float]]
@@ -126,13 +127,12 @@ def openvino(path: str, threads: int, max_seqs: int, max_len: int) -> Run:
     return run
 
 
-def transformers(path: str, threads: int, max_seqs: int, max_len: int) -> Run:
-    import torch
+def transformers_model(path: str, dtype: Any) -> Any:
+    """transformers' model of a Llama-type GGUF file, with its weights dequantised to dtype."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from flashpage.weights.gguf import GGUFFile
 
-    torch.set_num_threads(threads)
     file = GGUFFile(path)
     ours = file.model_config()
     config = LlamaConfig(
@@ -148,9 +148,18 @@ def transformers(path: str, threads: int, max_seqs: int, max_len: int) -> Run:
         tie_word_embeddings=True,
     )
     model = LlamaForCausalLM(config)
-    model.load_state_dict(dict(file.hf_tensors(ours)), strict=False)
+    missing, unexpected = model.load_state_dict(dict(file.hf_tensors(ours)), strict=False)
+    assert set(missing) <= {"lm_head.weight"}, missing
+    assert not unexpected, unexpected
     model.tie_weights()
-    model = model.to(torch.bfloat16).eval()
+    return model.to(dtype).eval()
+
+
+def transformers(path: str, threads: int, max_seqs: int, max_len: int) -> Run:
+    import torch
+
+    torch.set_num_threads(threads)
+    model = transformers_model(path, torch.bfloat16)
 
     def run(prompts: Prompts, new_tokens: int) -> tuple[float, float]:
         ids = torch.tensor(prompts)

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
+from cpu_peers import transformers_model
 from flashpage import LLM, SamplingParams
 from flashpage.weights.default_model import default_model_path
-from flashpage.weights.gguf import GGUFFile
 from harness import finish, print_table, setup
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -51,31 +51,11 @@ def flashpage_runner(dtype: str, options: argparse.Namespace) -> Callable[[int],
 
 
 def transformers_runner(dtype: str, options: argparse.Namespace) -> Callable[[int], None]:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    file = GGUFFile(default_model_path())
-    ours = file.model_config()
-    config = LlamaConfig(
-        vocab_size=ours.vocab_size,
-        hidden_size=ours.hidden_size,
-        intermediate_size=ours.intermediate_size,
-        num_hidden_layers=ours.num_layers,
-        num_attention_heads=ours.num_q_heads,
-        num_key_value_heads=ours.num_kv_heads,
-        rms_norm_eps=ours.rms_norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": ours.rope.theta},
-        max_position_embeddings=ours.max_position_embeddings,
-        tie_word_embeddings=True,
-    )
-    model = LlamaForCausalLM(config)
-    missing, unexpected = model.load_state_dict(dict(file.hf_tensors(ours)), strict=False)
-    assert set(missing) <= {"lm_head.weight"}, missing
-    assert not unexpected, unexpected
-    model.tie_weights()
-    model = model.to(DTYPES[dtype]).eval()
+    model = transformers_model(default_model_path(), DTYPES[dtype])
+    vocab_size = model.config.vocab_size
 
     def run(seed: int) -> None:
-        ids = torch.tensor(random_prompts(options.batch, options.prompt_len, ours.vocab_size, seed))
+        ids = torch.tensor(random_prompts(options.batch, options.prompt_len, vocab_size, seed))
         out = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),

@@ -50,19 +50,26 @@ def make_engine(config: dict, capture=None, **options) -> Engine:
     return engine
 
 
-def run(engine: Engine, requests) -> dict[str, list[int]]:
+def run(engine: Engine, requests, error=(), num_errors: int = 0) -> dict[str, list[int]]:
+    """Each request's tokens; steps that raise `error` are repeated, `num_errors` of them."""
     for i, (prompt, params) in enumerate(requests):
         engine.add_request(str(i), prompt, params)
-    tokens = {}
+    tokens, errors = {}, 0
     for _ in range(2000):
         if not engine.has_unfinished():
             break
-        for output in engine.step():
+        try:
+            outputs = engine.step()
+        except error:
+            errors += 1
+            continue
+        for output in outputs:
             if output.finished:
                 assert output.finish_reason in ("length", "stop"), output.outputs[0].error
                 tokens[output.request_id] = output.token_ids
         engine.check()
     assert engine.stats().pages_used == 0
+    assert errors == num_errors
     return tokens
 
 
@@ -148,18 +155,7 @@ def test_a_step_that_fails_after_its_replay_can_be_repeated(error, overlap, monk
             return compute(hidden)
 
         monkeypatch.setattr(model, "compute_logits", compute_logits)
-        for i, (prompt, params) in enumerate(requests):
-            engine.add_request(str(i), prompt, params)
-        tokens, errors = {}, 0
-        while engine.has_unfinished():
-            try:
-                outputs = engine.step()
-            except error:
-                errors += 1
-                continue
-            tokens |= {o.request_id: o.token_ids for o in outputs if o.finished}
-        assert errors == 1
-        assert tokens == expected
+        assert run(engine, requests, error, num_errors=1) == expected
 
 
 def test_a_capture_that_fails_changes_no_token():
@@ -174,18 +170,7 @@ def test_a_capture_that_fails_changes_no_token():
     requests = [([5 + i] * (1 + 9 * i), params) for i in range(4)]
     expected = run(make_engine(LLAMA), requests)
     engine = make_engine(LLAMA, Failing(), overlap=True, max_num_batched_tokens=16)
-    for i, (prompt, params) in enumerate(requests):
-        engine.add_request(str(i), prompt, params)
-    tokens, errors = {}, 0
-    while engine.has_unfinished():
-        try:
-            outputs = engine.step()
-        except MemoryError:
-            errors += 1
-            continue
-        tokens |= {o.request_id: o.token_ids for o in outputs if o.finished}
-    assert errors == 2
-    assert tokens == expected
+    assert run(engine, requests, MemoryError, num_errors=2) == expected
 
 
 def test_rows_that_pad_write_nothing():

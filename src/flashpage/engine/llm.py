@@ -76,7 +76,7 @@ class LLM:
             GPU's free memory, `GPU_MEMORY_SHARE` of `flashpage.engine.memory`).
         max_num_seqs: sequences that run at the same time; None takes 32, or 256 on a GPU.
         max_num_batched_tokens: tokens computed per step; longer prompts are cut into chunks. None
-            takes 512, or 8192 on a GPU; where many decode, chunks take less (see
+            takes 512, or 8192 on a GPU; while others decode, one prompt takes less (see
             `flashpage.engine.scheduler`).
         max_model_len: prompt and generated tokens of a sequence at most; None takes the model's
             limit, or what the cache can hold if that is less.
