@@ -9,7 +9,8 @@ its graph has slot -1 and no keys: it writes nothing and attends to nothing.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -93,6 +94,14 @@ class Ladder:
         ]
         alone = [Shape(decodes, 0, 0) for decodes in reversed(self._alone)]
         return list(dict.fromkeys(mixed + alone))
+
+    def first(self) -> list[Shape]:
+        """The shapes of a first short prompt, and of its decodes."""
+        return [self.fit(0, 1, 1), self.fit(1, 0, 0)]
+
+    def distinct(self) -> list[Shape]:
+        """Of the usual shapes those whose kernels the others are made of, too."""
+        return [shape for shape in self.usual() if not (shape.decodes and shape.chunks)]
 
     @property
     def max_rows(self) -> int:
@@ -262,14 +271,25 @@ class StepGraphs:
             if shape not in self._graphs:
                 self._graphs[shape] = self._new_graph(shape)
 
+    def run_padding(self, shape: Shape) -> None:
+        """A step of nothing but padding, without a graph."""
+        with self._padding(shape) as inputs:
+            self._step(shape, inputs)
+
     def _new_graph(self, shape: Shape) -> tuple[Graph, Tensor]:
+        # What runs before the first replay is a step of padding.
+        with self._padding(shape) as inputs:
+            return self._capture(lambda: self._step(shape, inputs))
+
+    @contextmanager
+    def _padding(self, shape: Shape) -> Iterator[Inputs]:
+        """Inputs that store nothing and attend to nothing; the last step's tokens are kept."""
         inputs = Inputs.of(self._buffer, shape, self._table_width)
-        # What runs before the first replay: a step of padding; the last step's tokens are kept.
         self._buffer.zero_()
         inputs.slots.fill_(-1)
         before = self._sampled.clone()
         try:
-            return self._capture(lambda: self._step(shape, inputs))
+            yield inputs
         finally:
             self._sampled.copy_(before)
 

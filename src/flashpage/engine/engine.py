@@ -60,6 +60,7 @@ class Engine:
         self.kv_cache = allocate_kv_cache(model.config, config)
         self._scheduler = Scheduler(config)
         self._runner = Runner(model, self.kv_cache, config, self.eos_token_ids)
+        self._runner.compile_ahead()
         self._in_flight: deque[Launch] = deque()
         self._requests: dict[str, Request] = {}
         self._num_requests = 0

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from flashpage.attention.triton.runtime import can_compile_ahead, compiling_ahead
 from flashpage.cache.kv_cache import KVCache
 from flashpage.engine.config import EngineConfig
 from flashpage.engine.cuda_graph import Capture, Ladder, Shape, StepGraphs, cuda_capture
@@ -21,6 +22,7 @@ from flashpage.layers.attention import (
     attention_order,
     build_attention_metadata,
 )
+from flashpage.layers.linear import FEW_ROWS
 from flashpage.layers.sampler import (
     RowSampling,
     SampledRow,
@@ -154,23 +156,45 @@ class Runner:
         return Launch(chunks, scores, sampled_here, sequences, list(range(len(rows))), sampled)
 
     @torch.inference_mode()
+    def compile_ahead(self) -> None:
+        """Compile what a first short prompt and its decodes need, kernel beside kernel."""
+        if not can_compile_ahead(self._device):
+            return
+        with compiling_ahead(self._device):
+            if self._graphs is None:
+                for context, num_tokens in ((0, FEW_ROWS), (0, 64), (64, 1)):
+                    self._run_padding(context, num_tokens)
+            else:
+                for shape in self._ladder.first():
+                    self._graphs.run_padding(shape)
+
+    @torch.inference_mode()
     def warm_up(self) -> None:
         """Run what steps are made of once, on tokens that are not stored; not on a CPU."""
-        if self._device.type == "cpu":
+        if self._device.type != "cuda":
             return
-        num_tokens = self._config.max_num_batched_tokens
-        ids = torch.zeros(num_tokens, dtype=torch.int64, device=self._device)
+        if self._graphs is not None and can_compile_ahead(self._device):
+            with compiling_ahead(self._device):
+                for shape in self._ladder.distinct():
+                    self._graphs.run_padding(shape)
         for context in (0, 1):  # fresh keys, and keys in pages
-            pages = [0] * self._config.num_pages(context + num_tokens)
-            metadata = build_attention_metadata(
-                [SequenceSlice(context, num_tokens, pages)], self._kv_cache.block_size, self._device
-            )
-            metadata.slot_mapping.fill_(-1)
-            hidden = self._model(ids, torch.zeros_like(ids), self._kv_cache, metadata)
-            self._model.compute_logits(hidden[:1])
+            self._run_padding(context, self._config.max_num_batched_tokens)
         if self._graphs is not None:
             self._graphs.capture_usual()
         torch.cuda.synchronize(self._device)
+
+    def _run_padding(self, context: int, num_tokens: int) -> None:
+        """A chunk of one sequence that stores nothing, and the choice of its next token."""
+        ids = torch.zeros(num_tokens, dtype=torch.int64, device=self._device)
+        pages = [0] * self._config.num_pages(context + num_tokens)
+        metadata = build_attention_metadata(
+            [SequenceSlice(context, num_tokens, pages)], self._kv_cache.block_size, self._device
+        )
+        metadata.slot_mapping.fill_(-1)
+        hidden = self._model(ids, torch.zeros_like(ids), self._kv_cache, metadata)
+        logits = self._model.compute_logits(hidden[-1:])
+        nothing = torch.zeros(1, device=self._device)
+        sample_plain(logits, nothing, nothing, nothing.double())
 
     def _replay(
         self, graphs: StepGraphs, shape: Shape, decodes: list[Chunk], others: list[Chunk]
