@@ -232,7 +232,8 @@ class Engine:
         """Whether the next step can be launched before the results of the one that runs are here:
         no choice depends on a pending token, and no prompt is being scored."""
         return not any(
-            (s.num_pending and s.request.looks_back) or s.next_prompt_logprob is not None
+            (s.num_pending and s.request.looks_back)
+            or (s.scores_prompt and s.next_prompt_logprob is not None)
             for s in self._scheduler.running
         )
 
@@ -245,11 +246,11 @@ class Engine:
         self._in_flight.append(launch)
         self._num_steps += 1
         for chunk in chunks:
+            sequence, start, end, _, _ = chunk
             self._scheduler.launched(chunk)
-            self._num_computed += chunk.num_tokens
-            num_prompt = chunk.sequence.num_prompt_tokens
-            if chunk.start < num_prompt:
-                self._num_prompt_computed += min(chunk.end, num_prompt) - chunk.start
+            self._num_computed += end - start
+            if start < sequence.num_prompt_tokens:
+                self._num_prompt_computed += min(end, sequence.num_prompt_tokens) - start
         for row, sequence in zip(launch.rows, launch.sampling, strict=True):
             sequence.num_pending += 1
             sequence.pending_row = row
@@ -259,17 +260,18 @@ class Engine:
         advanced: dict[str, Request] = {}
         finished: set[str] = set()
         for result in results:
-            sequence = result.chunk.sequence
+            chunk = result.chunk
+            sequence = chunk.sequence
             if result.is_sampled:
                 sequence.num_pending -= 1
-            if sequence.is_finished:
+            if sequence.finish_reason is not None:
                 continue  # it ended while this step ran
-            self._scheduler.commit(result.chunk)
+            self._scheduler.commit(chunk)
             self._advance(sequence, result)
             request = sequence.request
-            if result.chunk.is_last or sequence.is_finished:
+            if chunk.is_last or sequence.finish_reason is not None:
                 advanced[request.request_id] = request
-            if sequence.is_finished and request.is_finished:
+            if sequence.finish_reason is not None and request.is_finished:
                 finished.add(request.request_id)
         for request_id in finished:
             del self._requests[request_id]
@@ -289,7 +291,7 @@ class Engine:
         if error is not None:
             self._fail(sequence, error)
             return
-        if result.sampled is None and result.chunk.is_last:
+        if result.token_id is None and result.chunk.is_last:
             sequence.finish_reason = "length"
         if result.chunk.is_last and request.siblings_waiting:
             self._scheduler.add_first(request.siblings_waiting)
@@ -303,15 +305,17 @@ class Engine:
             request.prompt_logprobs += [
                 logprob_dict(row, self.tokenizer) for row in result.prompt_logprobs
             ]
-        if result.error is not None or result.sampled is None:
+        if result.error is not None or result.token_id is None:
             return
-        logprobs = result.sampled.logprobs
-        entry = None if logprobs is None else logprob_dict(logprobs, self.tokenizer)
-        request.first_token_time = request.first_token_time or time.perf_counter()
+        entry = None
+        if result.logprobs is not None:
+            entry = logprob_dict(result.logprobs, self.tokenizer)
+        if request.first_token_time is None:
+            request.first_token_time = time.perf_counter()
         self._num_generated += 1
         if entry is not None:
             sequence.logprobs.append(entry)
-        append_token(sequence, result.sampled.token_id, self.eos_token_ids)
+        append_token(sequence, result.token_id, self.eos_token_ids)
 
     def _fail(self, sequence: Sequence, error: str) -> None:
         """End a sequence, and siblings that would compute the same prompt, with an error."""

@@ -55,7 +55,8 @@ class Sequence:
     cache_chain: list[PrefixNode] = field(default_factory=list)  # nodes of the first blocks
 
     text: str = ""
-    # What penalties look at; kept as the tokens come, so that a step costs what it changes.
+    # What penalties look at, if there are any; kept as the tokens come, so that a step costs what
+    # it changes.
     output_counts: dict[int, int] = field(default_factory=dict)
     logprobs: list[TokenLogprobDict] = field(default_factory=list)
     detokenizer: IncrementalDetokenizer | None = None
@@ -68,6 +69,7 @@ class Sequence:
         # Asked for many times in a step.
         self.params: SamplingParams = self.request.params
         self.num_prompt_tokens: int = self.request.num_prompt_tokens
+        self.scores_prompt: bool = self.params.prompt_logprobs is not None
 
     @property
     def num_tokens(self) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import accumulate, compress
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 import torch
@@ -41,22 +43,27 @@ class ChunkResult(NamedTuple):
     """What computing a chunk has shown.
 
     is_sampled: the chunk reached the end of the known tokens, and a next one was to be chosen.
-    sampled: that token.
+    token_id, logprobs: that token, and what was asked about it; None where there is none.
     prompt_logprobs: for the prompt tokens that were owed and whose logits this chunk has made.
     error: why the sequence can not go on.
     """
 
     chunk: Chunk
-    is_sampled: bool = False
-    sampled: SampledRow | None = None
-    prompt_logprobs: SequenceOf[TokenLogprobs] = ()
-    error: str | None = None
+    is_sampled: bool
+    token_id: int | None
+    logprobs: TokenLogprobs | None
+    prompt_logprobs: SequenceOf[TokenLogprobs]
+    error: str | None
+
+
+Row = tuple[int, TokenLogprobs | None, str | None]
+"""what a `SampledRow` holds; plain, as there is one for each token"""
 
 
 class Sampled(Protocol):
     """The tokens of a step, some time after it was launched."""
 
-    def wait(self) -> SequenceOf[SampledRow]:
+    def wait(self) -> SequenceOf[Row]:
         """One row per sequence that samples."""
 
 
@@ -77,13 +84,15 @@ class Launch:
     def wait(self) -> list[ChunkResult]:
         rows = iter(self.sampled.wait())
         results = []
-        for chunk, (logprobs, error), is_sampled in zip(
+        for chunk, (scores, error), is_sampled in zip(
             self.chunks, self.scores, self.samples, strict=True
         ):
-            row = next(rows) if is_sampled else None
-            if row is not None and row.error is not None:
-                row, error = None, row.error
-            results.append(ChunkResult(chunk, is_sampled, row, logprobs, error))
+            token_id = logprobs = None
+            if is_sampled:
+                token_id, logprobs, failed = next(rows)
+                if failed is not None:
+                    token_id, logprobs, error = None, None, failed
+            results.append(ChunkResult(chunk, is_sampled, token_id, logprobs, scores, error))
         return results
 
 
@@ -116,6 +125,12 @@ class Runner:
         self._ladder = Ladder(config)
         # The tokens of the last step, which the next one may start from before the host knows them.
         self._sampled = torch.zeros(self._ladder.max_rows, dtype=torch.int64, device=self._device)
+        # Where the host finds them, in turn: two steps are under way at most.
+        self._fetched: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+        if self._device.type == "cuda":
+            for _ in range(3):
+                buffer = torch.empty(len(self._sampled), dtype=torch.int64, pin_memory=True)
+                self._fetched.append((buffer, torch.cuda.Event()))
         if capture is None and self._device.type == "cuda" and not config.enforce_eager:
             capture = cuda_capture()
         self._graphs = (
@@ -131,13 +146,13 @@ class Runner:
         On a CPU they are computed when this returns. Keeps nothing but the cache's content and the
         last step's tokens on the device.
         """
-        if self._graphs is not None and all(
-            chunk.sequence.next_prompt_logprob is None for chunk in chunks
+        if self._graphs is not None and not any(
+            c.sequence.scores_prompt and c.sequence.next_prompt_logprob is not None for c in chunks
         ):
-            decodes = [c for c in chunks if c.start > 0 and c.num_tokens == 1]
+            decodes = [c for c in chunks if 0 < c.start == c.end - 1]
             # Longest contexts first: what a GPU begins last is to be short, lest all wait for it.
-            decodes.sort(key=lambda chunk: chunk.start, reverse=True)
-            others = [c for c in chunks if c.start == 0 or c.num_tokens > 1]
+            decodes.sort(key=attrgetter("start"), reverse=True)
+            others = [c for c in chunks if not 0 < c.start == c.end - 1]
             shape = self._ladder.fit(len(decodes), len(others), sum(c.num_tokens for c in others))
             return self._replay(self._graphs, shape, decodes, others)
         slices = {chunk: _slice(chunk) for chunk in chunks}
@@ -266,12 +281,14 @@ class Runner:
 
     def _fetch(self, sequences: list[Sequence], rows: list[int]) -> Sampled:
         """Send the tokens of plain sampling to the host."""
-        tokens = self._sampled[: rows[-1] + 1] if rows else self._sampled[:0]
+        count = rows[-1] + 1 if rows else 0
+        tokens = self._sampled[:count]
         if self._device.type == "cpu":
             return _Fetched(tokens.clone(), None, sequences, rows)
-        host = torch.empty(len(tokens), dtype=torch.int64, pin_memory=True)
+        self._fetched.rotate()
+        buffer, event = self._fetched[0]
+        host = buffer[:count]
         host.copy_(tokens, non_blocking=True)
-        event = torch.cuda.Event()
         event.record()
         return _Fetched(host, event, sequences, rows)
 
@@ -316,12 +333,12 @@ class _Fetched:
     sequences: list[Sequence]
     rows: list[int]
 
-    def wait(self) -> list[SampledRow]:
+    def wait(self) -> list[Row]:
         if self.event is not None:
             self.event.synchronize()
         tokens = self.tokens.tolist()
         return [
-            SampledRow(tokens[row]) if tokens[row] >= 0 else SampledRow(error=_no_token(sequence))
+            (tokens[row], None, None if tokens[row] >= 0 else _no_token(sequence))
             for row, sequence in zip(self.rows, self.sequences, strict=True)
         ]
 

@@ -87,14 +87,17 @@ class Scheduler:
         decodes: list[Sequence] = []
         prompts: list[Sequence] = []
         for sequence in self.running:
-            num_uncomputed = sequence.num_uncomputed_tokens
+            num_pending = sequence.num_pending
+            num_uncomputed = len(sequence.token_ids) + num_pending - sequence.num_computed_tokens
             if num_uncomputed > 1:
                 prompts.append(sequence)
-            elif num_uncomputed and (sequence.may_go_on or not sequence.num_pending):
+            elif num_uncomputed and (not num_pending or sequence.may_go_on):
                 decodes.append(sequence)  # else its last token is on the way
+        block_size = self._block_size
         for sequence in decodes:
-            if self._make_room(sequence, 1):
-                start = sequence.num_computed_tokens
+            start = sequence.num_computed_tokens
+            has_room = sequence.is_running and start < len(sequence.block_ids) * block_size
+            if has_room or self._make_room(sequence, 1):
                 chunks.append(Chunk(sequence, start, start + 1, True, sequence.generation))
         budget = self.config.max_num_batched_tokens - len(chunks)
         for sequence in prompts:
