@@ -177,7 +177,7 @@ class Runner:
             return
         with compiling_ahead(self._device):
             if self._graphs is None:
-                for context, num_tokens in ((0, FEW_ROWS), (0, 64), (64, 1)):
+                for context, num_tokens in ((0, FEW_ROWS), (0, 64), (FEW_ROWS, 1)):
                     self._run_padding(context, num_tokens)
             else:
                 for shape in self._ladder.first():

@@ -15,6 +15,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import cache, partial
+from threading import Thread
 from typing import Any
 
 import torch
@@ -84,6 +85,21 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
     if _compiling_ahead.get():
         return partial(kernel.run, grid=grid, warmup=True)
     return kernel[grid]
+
+
+def hash_triton_ahead() -> None:
+    """Let Triton hash itself (0.5 s) in a thread, while weights are loaded: it does so once a
+    process, before the first kernel, for the names of what it keeps on the disk."""
+
+    def read() -> None:
+        # Not part of Triton's public interface: without it the first kernel does it.
+        with contextlib.suppress(Exception):
+            from triton.runtime.cache import triton_key
+
+            triton_key()
+
+    if why_no_triton() is None:
+        Thread(target=read, name="flashpage hashes triton", daemon=True).start()
 
 
 def can_compile_ahead(device: torch.device) -> bool:
