@@ -375,9 +375,14 @@ def fill(
 
 def _fill_tables(table: np.ndarray, chunks: list[Chunk]) -> None:
     table[:] = -1
-    for row, chunk in zip(table, chunks, strict=False):
-        block_ids = chunk.sequence.block_ids
-        row[: len(block_ids)] = block_ids
+    if not chunks:
+        return
+    lengths = np.array([len(chunk.sequence.block_ids) for chunk in chunks])
+    block_ids: list[int] = []
+    for chunk in chunks:
+        block_ids += chunk.sequence.block_ids
+    # All rows at once: one by one they would take a third of the time of filling a step.
+    table[: len(chunks)][np.arange(table.shape[1]) < lengths[:, None]] = block_ids
 
 
 def _fill_decodes(x: Inputs, decodes: list[Chunk], block_size: int) -> None:

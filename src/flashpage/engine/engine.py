@@ -34,6 +34,7 @@ from flashpage.engine.scheduler import Scheduler
 from flashpage.engine.stats_log import StatsLog
 from flashpage.engine.values import show
 from flashpage.errors import RequestError
+from flashpage.layers.sampler import TokenLogprobs
 
 
 class Engine:
@@ -245,9 +246,8 @@ class Engine:
         launch = self._runner.launch(chunks)
         self._in_flight.append(launch)
         self._num_steps += 1
-        for chunk in chunks:
-            sequence, start, end, _, _ = chunk
-            self._scheduler.launched(chunk)
+        self._scheduler.launched(chunks)
+        for sequence, start, end, _, _ in chunks:
             self._num_computed += end - start
             if start < sequence.num_prompt_tokens:
                 self._num_prompt_computed += min(end, sequence.num_prompt_tokens) - start
@@ -257,8 +257,9 @@ class Engine:
         return True
 
     def _postprocess(self, results: list[ChunkResult]) -> list[RequestOutput]:
-        advanced: dict[str, Request] = {}
+        reported: dict[str, Request] = {}
         finished: set[str] = set()
+        commit = self._scheduler.commit
         for result in results:
             chunk = result.chunk
             sequence = chunk.sequence
@@ -266,26 +267,29 @@ class Engine:
                 sequence.num_pending -= 1
             if sequence.finish_reason is not None:
                 continue  # it ended while this step ran
-            self._scheduler.commit(chunk)
+            commit(chunk)
             self._advance(sequence, result)
             request = sequence.request
-            if chunk.is_last or sequence.finish_reason is not None:
-                advanced[request.request_id] = request
-            if sequence.finish_reason is not None and request.is_finished:
+            has_ended = sequence.finish_reason is not None
+            if has_ended and request.is_finished:
                 finished.add(request.request_id)
+                reported[request.request_id] = request
+            elif (chunk.is_last or has_ended) and not request.reports_once:
+                reported[request.request_id] = request
         for request_id in finished:
             del self._requests[request_id]
-        return [
-            request.report()
-            for request_id, request in advanced.items()
-            if not request.reports_once or request_id in finished
-        ]
+        return [request.report() for request in reported.values()]
 
     def _advance(self, sequence: Sequence, result: ChunkResult) -> None:
         request = sequence.request
         error = result.error
         try:
-            self._append_result(sequence, result)
+            if request.prompt_logprobs is not None:
+                request.prompt_logprobs += [
+                    logprob_dict(row, self.tokenizer) for row in result.prompt_logprobs
+                ]
+            if error is None and result.token_id is not None:
+                self._append_token(sequence, result.token_id, result.logprobs)
         except Exception as raised:  # whatever a tokenizer raises when it decodes
             error = error or f"the tokenizer can not decode its tokens: {show(raised)}"
         if error is not None:
@@ -299,23 +303,16 @@ class Engine:
         if sequence.finish_reason is not None:
             self._finish(sequence, sequence.finish_reason)
 
-    def _append_result(self, sequence: Sequence, result: ChunkResult) -> None:
-        request = sequence.request
-        if request.prompt_logprobs is not None:
-            request.prompt_logprobs += [
-                logprob_dict(row, self.tokenizer) for row in result.prompt_logprobs
-            ]
-        if result.error is not None or result.token_id is None:
-            return
-        entry = None
-        if result.logprobs is not None:
-            entry = logprob_dict(result.logprobs, self.tokenizer)
-        if request.first_token_time is None:
-            request.first_token_time = time.perf_counter()
+    def _append_token(
+        self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None
+    ) -> None:
+        entry = None if logprobs is None else logprob_dict(logprobs, self.tokenizer)
+        if sequence.request.first_token_time is None:
+            sequence.request.first_token_time = time.perf_counter()
         self._num_generated += 1
         if entry is not None:
             sequence.logprobs.append(entry)
-        append_token(sequence, result.token_id, self.eos_token_ids)
+        append_token(sequence, token_id, self.eos_token_ids)
 
     def _fail(self, sequence: Sequence, error: str) -> None:
         """End a sequence, and siblings that would compute the same prompt, with an error."""

@@ -96,9 +96,9 @@ class Launch:
         return results
 
 
-def samples(chunk: Chunk) -> bool:
-    """Whether the token after the chunk is to be chosen."""
-    return chunk.is_last and chunk.sequence.request.max_tokens > 0
+def samples(chunks: list[Chunk]) -> list[bool]:
+    """Whether the token after each chunk is to be chosen."""
+    return [chunk.is_last and chunk.sequence.generates for chunk in chunks]
 
 
 class Runner:
@@ -164,7 +164,7 @@ class Runner:
             self._score_prompt(chunk, hidden[end - chunk.num_tokens : end])
             for chunk, end in zip(chunks, ends, strict=True)
         ]
-        sampled_here = [samples(chunk) for chunk in chunks]
+        sampled_here = samples(chunks)
         rows = [end - 1 for end in compress(ends, sampled_here)]
         sequences = [chunk.sequence for chunk in compress(chunks, sampled_here)]
         sampled = self._sample(hidden[rows], sequences)
@@ -216,7 +216,7 @@ class Runner:
     ) -> Launch:
         chunks = decodes + others
         row_of = [*range(len(decodes)), *range(shape.decodes, shape.decodes + len(others))]
-        sampled_here = [samples(chunk) for chunk in chunks]
+        sampled_here = samples(chunks)
         rows = list(compress(row_of, sampled_here))
         every = [chunk.sequence for chunk in chunks]
         sequences = list(compress(every, sampled_here))
@@ -266,8 +266,7 @@ class Runner:
 
     def _all_plain(self, sequences: list[Sequence]) -> bool:
         return all(
-            s.request.is_plain
-            and (s.params.min_tokens == 0 or s.num_chosen_tokens >= s.params.min_tokens)
+            s.is_plain and (s.min_tokens == 0 or s.num_chosen_tokens >= s.min_tokens)
             for s in sequences
         )
 
@@ -372,7 +371,7 @@ def _row_sampling(sequence: Sequence, eos_token_ids: frozenset[int]) -> RowSampl
     if params.repetition_penalty != 1.0:
         seen = [*sequence.request.prompt_token_set, *sequence.output_counts]
     return RowSampling(
-        temperature=0.0 if params.is_greedy else params.temperature,
+        temperature=sequence.temperature,
         uniform=(mix_seed(sequence.seed, sequence.num_chosen_tokens) >> 11) / (1 << 53),
         top_k=max(params.top_k, 0),
         top_p=params.top_p,
