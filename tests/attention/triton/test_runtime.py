@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -67,3 +68,15 @@ def test_kernels_are_compiled_ahead_and_not_launched(tmp_path):
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environment
     )
     assert result.stdout == "held\n", result.stdout[-3000:] + result.stderr[-3000:]
+
+
+def test_every_kernel_is_launched_there():
+    source = Path(__file__).parents[3] / "src"
+    launches = [
+        f"{path.relative_to(source)}: {line.strip()}"
+        for path in source.rglob("*.py")
+        if path.name != "runtime.py"
+        for line in path.read_text().splitlines()
+        if re.search(r"kernel\w*\[", line)
+    ]
+    assert launches == []
