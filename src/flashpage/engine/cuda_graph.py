@@ -156,7 +156,8 @@ def cuda_capture() -> Capture:
 class Inputs:
     """What a step is told; views of one buffer: tensors on the device, arrays on the host.
 
-    Per row: uniform (float64), temperature, min_p (float32), last (the row's token). Per token:
+    Per row: uniform (float64), temperature, min_p, top_p (float32), top_k, last (the row's token).
+    Per token:
     source (row of the last step's chosen tokens that it is, -1: `token_ids`), token_ids, positions,
     slots. Per decode: cache_seqlens, block_table. Per chunk: cu_seqlens_q and _k, chunk_table.
     """
@@ -164,6 +165,8 @@ class Inputs:
     uniform: Any
     temperature: Any
     min_p: Any
+    top_p: Any
+    top_k: Any
     last: Any
     source: Any
     token_ids: Any
@@ -176,9 +179,9 @@ class Inputs:
     chunk_table: Any
 
     @property
-    def sampling(self) -> tuple[Any, Any, Any]:
+    def sampling(self) -> tuple[Any, ...]:
         """In the order of `PlainSampling`."""
-        return self.temperature, self.min_p, self.uniform
+        return self.temperature, self.min_p, self.uniform, self.top_k, self.top_p
 
     @staticmethod
     def sizes(shape: Shape, table_width: int) -> list[int]:
@@ -186,7 +189,7 @@ class Inputs:
         ends = shape.chunks + 1 if shape.chunks else 0
         return [
             2 * shape.rows,
-            *[shape.rows] * 3,
+            *[shape.rows] * 5,
             *[shape.tokens] * 4,
             shape.decodes,
             shape.decodes * table_width,
@@ -201,9 +204,9 @@ class Inputs:
         sizes = cls.sizes(shape, table_width)
         parts = list(buffer[: sum(sizes)].split(sizes))
         parts[0] = parts[0].view(torch.float64)
-        parts[1:3] = (part.view(torch.float32) for part in parts[1:3])
-        parts[9] = parts[9].view(shape.decodes, table_width)
-        parts[12] = parts[12].view(shape.chunks, table_width)
+        parts[1:4] = (part.view(torch.float32) for part in parts[1:4])
+        parts[11] = parts[11].view(shape.decodes, table_width)
+        parts[14] = parts[14].view(shape.chunks, table_width)
         return cls(*parts)
 
     def numpy(self) -> Inputs:
@@ -346,7 +349,7 @@ class StepGraphs:
         if shape.chunks:
             hidden = hidden[x.last]
         logits = self._model.compute_raw_logits(hidden)
-        tokens = sample_plain(logits, x.temperature, x.min_p, x.uniform)
+        tokens = sample_plain(logits, *x.sampling)
         self._sampled[: shape.rows].copy_(tokens)
         return hidden
 

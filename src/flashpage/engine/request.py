@@ -19,6 +19,8 @@ from flashpage.engine.outputs import (
 from flashpage.engine.sampling_params import SamplingParams
 
 MASK_64 = (1 << 64) - 1
+MAX_TOP_K = 2**31 - 1
+"""What an int32 holds; no vocabulary is larger."""
 
 
 def mix_seed(seed: int, index: int) -> int:
@@ -74,6 +76,8 @@ class Sequence:
         self.num_prompt_tokens: int = self.request.num_prompt_tokens
         self.scores_prompt: bool = self.params.prompt_logprobs is not None
         self.temperature: float = 0.0 if self.params.is_greedy else self.params.temperature
+        top_k = min(max(self.params.top_k, 0), MAX_TOP_K)
+        self.plain_wishes = (self.temperature, self.params.min_p, top_k, self.params.top_p)
 
     @property
     def num_tokens(self) -> int:
@@ -193,10 +197,10 @@ class Request:
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether tokens are chosen by temperature and min_p alone, and nothing is reported."""
+        """Whether tokens are chosen by temperature, min_p, top_k and top_p alone, and nothing is
+        reported."""
         p = self.params
-        ranked = p.top_k > 0 or p.top_p < 1.0
-        return not (self.looks_back or ranked or p.logit_bias or p.logprobs is not None)
+        return not (self.looks_back or p.logit_bias or p.logprobs is not None)
 
     @property
     def is_finished(self) -> bool:
