@@ -27,7 +27,6 @@ from flashpage.layers.attention import (
 from flashpage.layers.linear import FEW_ROWS
 from flashpage.layers.sampler import (
     RowSampling,
-    SampledRow,
     TokenLogprobs,
     gather_logprobs,
     non_finite_rows,
@@ -223,10 +222,12 @@ class Runner:
         sampling = plain_sampling(every)
         hidden = graphs.replay(shape, decodes, others, sampling)
         try:
-            if self._all_plain(sequences):
-                sampled = self._fetch(sequences, rows)
+            others = self._not_plain(sequences)
+            if others:
+                logits = self._model.compute_logits(hidden[[rows[i] for i in others]])
+                sampled = self._choose(logits, sequences, rows, others)
             else:
-                sampled = self._choose(self._model.compute_logits(hidden[rows]), sequences, rows)
+                sampled = self._fetch(sequences, rows)
         except BaseException:  # Ctrl-C too: the step will be repeated
             graphs.undo()
             raise
@@ -258,24 +259,39 @@ class Runner:
         if not sequences:
             return _Rows([])
         logits = self._model.compute_logits(hidden)
-        if not (self._config.overlap and self._all_plain(sequences)):
-            return self._choose(logits, sequences, list(range(len(sequences))))
+        places = list(range(len(sequences)))
+        if self._device.type == "cpu" and not self._config.overlap:
+            return self._choose(logits, sequences, places, places)
         tokens = sample_plain(logits, *plain_sampling(sequences).tensors(self._device))
         self._sampled[: len(sequences)].copy_(tokens)
-        return self._fetch(sequences, list(range(len(sequences))))
+        others = self._not_plain(sequences)
+        if others:
+            return self._choose(logits[others], sequences, places, others)
+        return self._fetch(sequences, places)
 
-    def _all_plain(self, sequences: list[Sequence]) -> bool:
-        return all(
-            s.is_plain and (s.min_tokens == 0 or s.num_chosen_tokens >= s.min_tokens)
-            for s in sequences
-        )
+    def _not_plain(self, sequences: list[Sequence]) -> list[int]:
+        """Those whose token is not chosen on the device."""
+        return [
+            i
+            for i, s in enumerate(sequences)
+            if not s.is_plain or (s.min_tokens and s.num_chosen_tokens < s.min_tokens)
+        ]
 
-    def _choose(self, logits: Tensor, sequences: list[Sequence], places: list[int]) -> Sampled:
-        """Any kind of sampling, finished when this returns; the tokens also go to `places`."""
-        rows = sample(logits, [_row_sampling(s, self._eos_token_ids) for s in sequences])
-        if self._config.overlap:
-            tokens = torch.tensor([max(row.token_id, 0) for row in rows], device=self._device)
-            self._sampled[places] = tokens
+    def _choose(
+        self, logits: Tensor, sequences: list[Sequence], places: list[int], others: list[int]
+    ) -> Sampled:
+        """Any kind of sampling for `others`, whose logits these are, finished when this returns.
+
+        The device has chosen for the rest, and is told these tokens too, in their `places`.
+        """
+        chosen = sample(logits, [_row_sampling(sequences[i], self._eos_token_ids) for i in others])
+        if len(others) == len(sequences) and not self._config.overlap:
+            return _Rows(chosen)
+        tokens = torch.tensor([max(row.token_id, 0) for row in chosen], device=self._device)
+        self._sampled[[places[i] for i in others]] = tokens
+        rows: list[Row] = list(self._fetch(sequences, places).wait())
+        for i, row in zip(others, chosen, strict=True):
+            rows[i] = row
         return _Rows(rows)
 
     def _fetch(self, sequences: list[Sequence], rows: list[int]) -> Sampled:
@@ -317,9 +333,9 @@ class Runner:
 class _Rows:
     """Tokens that the host has."""
 
-    rows: list[SampledRow]
+    rows: SequenceOf[Row]
 
-    def wait(self) -> list[SampledRow]:
+    def wait(self) -> SequenceOf[Row]:
         return self.rows
 
 
