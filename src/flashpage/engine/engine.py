@@ -233,7 +233,7 @@ class Engine:
         """Whether the next step can be launched before the results of the one that runs are here:
         no choice depends on a pending token, and no prompt is being scored."""
         return not any(
-            (s.num_pending and s.request.looks_back)
+            (s.num_pending and s.waits_for_tokens)
             or (s.scores_prompt and s.next_prompt_logprob is not None)
             for s in self._scheduler.running
         )

@@ -25,6 +25,30 @@ class PlainSampling(NamedTuple):
         return [torch.from_numpy(x).to(device) for x in self]
 
 
+class Penalties(NamedTuple):
+    """One entry per sequence; row 0 of the table of counts: without."""
+
+    rows: np.ndarray
+    repetition: np.ndarray
+    presence: np.ndarray
+    frequency: np.ndarray
+
+    def tensors(self, device: torch.device) -> list[Tensor]:
+        """int32 and three times float32, on the device."""
+        return [torch.from_numpy(x).to(device) for x in self]
+
+
+def penalties_of(sequences: list[Sequence], rows: list[int]) -> Penalties:
+    """What they ask for, and their rows of the table."""
+    params = [sequence.params for sequence in sequences]
+    return Penalties(
+        np.array(rows, np.int32),
+        np.array([p.repetition_penalty for p in params], np.float32),
+        np.array([p.presence_penalty for p in params], np.float32),
+        np.array([p.frequency_penalty for p in params], np.float32),
+    )
+
+
 def plain_sampling(sequences: list[Sequence]) -> PlainSampling:
     """The same random numbers as `mix_seed` gives one by one, so that no batch changes a draw."""
     count = len(sequences)

@@ -16,15 +16,17 @@ from flashpage.attention.triton.runtime import can_compile_ahead, compiling_ahea
 from flashpage.cache.kv_cache import KVCache
 from flashpage.engine.config import EngineConfig
 from flashpage.engine.cuda_graph import Capture, Ladder, Shape, StepGraphs, cuda_capture
-from flashpage.engine.plain_sampling import plain_sampling
+from flashpage.engine.plain_sampling import Penalties, penalties_of, plain_sampling
 from flashpage.engine.request import Sequence, mix_seed
 from flashpage.engine.scheduler import Chunk
+from flashpage.engine.token_counts import TokenCounts
 from flashpage.layers.attention import (
     SequenceSlice,
     attention_order,
     build_attention_metadata,
 )
 from flashpage.layers.linear import FEW_ROWS
+from flashpage.layers.penalties import count_tokens, penalize
 from flashpage.layers.sampler import (
     RowSampling,
     TokenLogprobs,
@@ -122,6 +124,7 @@ class Runner:
         self._device = torch.device(config.device)
         self._eos_token_ids = eos_token_ids
         self._ladder = Ladder(config)
+        self._counts: TokenCounts | None = None  # when the first penalty is asked for
         # The tokens of the last step, which the next one may start from before the host knows them.
         self._sampled = torch.zeros(self._ladder.max_rows, dtype=torch.int64, device=self._device)
         # Where the host finds them, in turn: two steps are under way at most.
@@ -220,7 +223,9 @@ class Runner:
         every = [chunk.sequence for chunk in chunks]
         sequences = list(compress(every, sampled_here))
         sampling = plain_sampling(every)
-        hidden = graphs.replay(shape, decodes, others, sampling)
+        penalties = self._penalties(every, sampled_here)
+        counts = None if penalties is None else self._token_counts().table
+        hidden = graphs.replay(shape, decodes, others, sampling, penalties, counts)
         try:
             others = self._not_plain(sequences)
             if others:
@@ -262,12 +267,37 @@ class Runner:
         places = list(range(len(sequences)))
         if self._device.type == "cpu" and not self._config.overlap:
             return self._choose(logits, sequences, places, places)
+        penalties = self._penalties(sequences, [True] * len(sequences))
+        if penalties is not None:
+            rows, *amounts = penalties.tensors(self._device)
+            logits = penalize(logits, self._token_counts().table, rows, *amounts)
         tokens = sample_plain(logits, *plain_sampling(sequences).tensors(self._device))
         self._sampled[: len(sequences)].copy_(tokens)
         others = self._not_plain(sequences)
         if others:
-            return self._choose(logits[others], sequences, places, others)
-        return self._fetch(sequences, places)
+            sampled = self._choose(logits[others], sequences, places, others)
+        else:
+            sampled = self._fetch(sequences, places)
+        if penalties is not None:  # last: a step that fails before is repeated
+            count_tokens(self._token_counts().table, rows, tokens)
+        return sampled
+
+    def _penalties(self, sequences: list[Sequence], is_sampled: list[bool]) -> Penalties | None:
+        """What the device is told of penalties, if there are any."""
+        if not any(sequence.is_penalized for sequence in sequences):
+            return None
+        counts = self._token_counts()
+        rows = [
+            counts.row_of(sequence) if sampled and sequence.is_penalized else 0
+            for sequence, sampled in zip(sequences, is_sampled, strict=True)
+        ]
+        return penalties_of(sequences, rows)
+
+    def _token_counts(self) -> TokenCounts:
+        if self._counts is None:
+            vocab_size = self._model.config.vocab_size
+            self._counts = TokenCounts(self._config.max_num_seqs, vocab_size, self._device)
+        return self._counts
 
     def _not_plain(self, sequences: list[Sequence]) -> list[int]:
         """Those whose token is not chosen on the device."""

@@ -131,9 +131,8 @@ def sample_plain(
     """Choose one token per row by temperature, min_p, top_k and top_p, without waiting for the
     device.
 
-    The same distributions as in `sample`. Of equal logits at the border of top_k or top_p the first
-    tokens are kept; draws go through the kept tokens in the order of their ids, there from the
-    likeliest on: the same random number can choose another token.
+    The same choices as in `sample`, but where a random number lies on the border of two tokens. Of
+    equal logits at the border of top_k or top_p the first tokens are kept.
 
     Args:
         logits: `[num_rows, vocab_size]`, float32, bfloat16 or float16.
@@ -144,7 +143,7 @@ def sample_plain(
         top_p: float32 `[num_rows]`, 1 = off.
 
     Returns:
-        int64 `[num_rows]`, or -1 where `sample` gives an error.
+        int64 `[num_rows]`, -1 where `sample` gives an error.
     """
     wishes = (temperature, min_p, uniform, top_k, top_p)
     if logits.device.type == "cuda" and kernels_enabled() and why_no_triton() is None:
@@ -327,7 +326,10 @@ def _draw_ranked(scores: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) 
         target = p * torch.where(k <= num_candidates, mass[:, -1:], totals[pending])
         done = (k <= num_candidates) | ((k >= vocab_size) & (mass[:, -1:] >= target))
         weights[mass - weights >= target] = 0
-        chosen = ids.gather(1, _invert_cdf(weights, uniform[pending])[:, None])
+        # Drawn in the order of token ids, as without a cut, and as `sample_plain` does.
+        order = ids.argsort(dim=-1)
+        place = _invert_cdf(weights.gather(1, order), uniform[pending])[:, None]
+        chosen = ids.gather(1, order.gather(1, place))
         done = done.squeeze(1)
         token_ids[pending[done]] = chosen.squeeze(1)[done]
         pending = pending[~done]
