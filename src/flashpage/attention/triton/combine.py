@@ -105,7 +105,7 @@ def combine(problem: Problem, parts: Parts, out: Tensor, lse: Tensor) -> None:
     block_s = 8 if num_splits <= 8 else 32 if num_splits <= 32 else MAX_NUM_SPLITS
     block_r = 4 if block_s == 8 else 1
     overlap = runtime.overlap(out.device)
-    _combine_kernel[(cdiv(num_rows, block_r),)](
+    runtime.launch(_combine_kernel, (cdiv(num_rows, block_r),))(
         *parts,
         out,
         lse,

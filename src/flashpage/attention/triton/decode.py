@@ -414,7 +414,7 @@ def _launch_split(
     raw = raw_scores(problem)
     align = alignment(q, k, v)
     overlap = runtime.overlap(q.device)
-    _split_kernel[(batch * num_splits * num_tiles * problem.num_kv_heads,)](
+    runtime.launch(_split_kernel, (batch * num_splits * num_tiles * problem.num_kv_heads,))(
         q,
         k,
         v,
