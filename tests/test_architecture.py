@@ -23,6 +23,7 @@ RANK = {
     "models": 4,
     "weights": 5,
     "engine": 6,
+    "start": 0,
     "bench": 7,
     "play": 7,
     "workloads": 8,

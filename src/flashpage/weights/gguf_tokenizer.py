@@ -45,13 +45,8 @@ _WORD_PATTERNS: Mapping[str, tuple[str, ...]] = {
 _LLAMA3_KINDS = ("llama-bpe", "llama3", "llama-v3")
 
 # Tokens that end a turn whatever the metadata says: files name only one of theirs.
-_END_OF_TURN = (
-    "<|im_end|>",
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "</s>",
+_END_OF_TURN = frozenset(
+    ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>", "<|end_of_text|>", "</s>")
 )
 
 
@@ -83,7 +78,7 @@ def _gpt2_backend(
     tokenizer = _byte_level_bpe(tokens, _list(metadata, "merges", str), kinds, pre)
     bos, eos = _frame_ids(metadata, len(tokens), add_bos=pre in _LLAMA3_KINDS)
     _frame(tokenizer, tokens, bos, eos)
-    return FastBackend(tokenizer)
+    return FastBackend(tokenizer, len(tokens))
 
 
 def _llama_backend(
@@ -168,7 +163,7 @@ def _list(
     metadata: Mapping[str, Any], name: str, kind: type, length: int | None = None
 ) -> list[Any]:
     values = metadata.get(f"tokenizer.ggml.{name}")
-    if not isinstance(values, list) or not all(isinstance(v, kind) for v in values):
+    if not isinstance(values, list) or not all(issubclass(t, kind) for t in set(map(type, values))):
         raise CheckpointError(f"the GGUF file has no list tokenizer.ggml.{name} of {kind.__name__}")
     if length is not None and len(values) != length:
         raise CheckpointError(
@@ -187,11 +182,7 @@ def _token_id(metadata: Mapping[str, Any], name: str, num_tokens: int) -> int | 
 
 def _eos_ids(metadata: Mapping[str, Any], tokens: list[str], kinds: list[int]) -> tuple[int, ...]:
     named = [_token_id(metadata, name, len(tokens)) for name in ("eos", "eot", "eom")]
-    known = [
-        i
-        for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
-        if kind == CONTROL and token in _END_OF_TURN
-    ]
+    known = [i for i, token in enumerate(tokens) if token in _END_OF_TURN and kinds[i] == CONTROL]
     return tuple(dict.fromkeys(i for i in [*named, *known] if i is not None))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ TYPES = ("q8_0", "q4_0", "q4_1")
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
+_PACKERS = 2
+"""Threads that pack: it is mostly copying, which few of them do as fast as the memory can."""
+
 Item = tuple[str, "Tensor | PackedWeight"]
 
 
@@ -35,11 +39,16 @@ def why_not_kept(file: GGUFFile, config: ModelConfig) -> str | None:
 
 def gguf_items(file: GGUFFile, config: ModelConfig) -> Iterator[Item]:
     """The file's tensors under their Hugging Face names, matrices of blocks packed as they are."""
-    for name, type_name in file.hf_types():
-        if can_pack(type_name):
-            yield name, pack_gguf(type_name, file.hf_rows(name, config).numpy())
-        else:
-            yield name, file.hf_tensor(name, config)
+
+    def pack(name: str, type_name: str) -> PackedWeight:
+        return pack_gguf(type_name, file.hf_rows(name, config).numpy())
+
+    types = file.hf_types()
+    with ThreadPoolExecutor(_PACKERS) as pool:
+        packed = {name: pool.submit(pack, name, t) for name, t in types if can_pack(t)}
+        for name, _ in types:
+            future = packed.pop(name, None)
+            yield name, file.hf_tensor(name, config) if future is None else future.result()
 
 
 def assemble(
@@ -67,7 +76,7 @@ def assemble(
         if name is None:
             continue
         if isinstance(item, PackedWeight):
-            finite = item.scale_values().isfinite().all()
+            finite = item.scale_values().abs().amax().isfinite()  # NaN is the largest of all
         else:
             finite = item.isfinite().all()
             is_dense = item.dim() == 1 or (name == _EMBEDDING and type_name is None)

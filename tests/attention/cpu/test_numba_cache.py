@@ -50,7 +50,7 @@ def run(package, **variables):
 
 def test_compiling_is_said_once_and_kept_in_the_package(package):
     assert run(package).count(COMPILED) == 1
-    assert COMPILED not in run(package)
+    assert "compil" not in run(package)
     # A damaged file, as a full disk leaves it, is compiled anew.
     kept = list((package / "__pycache__").glob("kernels-*/sync.try_to_meet-*.nb[ic]"))
     assert len(kept) == 2
@@ -71,7 +71,7 @@ def test_a_package_that_can_not_be_written_keeps_them_in_the_users_cache(package
     (package / "__pycache__").write_text("a file where the folder would be")
     assert COMPILED in run(package, FLASHPAGE_CACHE=str(tmp_path / "cache"))
     assert list((tmp_path / "cache").glob("kernels-*/*.nbc"))
-    assert COMPILED not in run(package, FLASHPAGE_CACHE=str(tmp_path / "cache"))
+    assert "compil" not in run(package, FLASHPAGE_CACHE=str(tmp_path / "cache"))
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a home that is no folder")

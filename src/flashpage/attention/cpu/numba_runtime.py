@@ -69,9 +69,8 @@ def call(kernel: Any, threads: int, *args: object) -> Any:
 def _first_call(kernel: Any, *args: object) -> Any:
     """Call a kernel that is not loaded yet: from disk in no time, or compiled, with a word."""
     name = f"flashpage's CPU kernel '{kernel.__name__}'"
-    notice = threading.Timer(1.0, logger.warning, ("compiling %s (once, some seconds) ...", name))
-    notice.daemon = True
-    notice.start()
+    done = threading.Event()
+    threading.Thread(target=_say_if_compiled, args=(kernel, name, done), daemon=True).start()
     start = time.perf_counter()
     try:
         try:
@@ -83,18 +82,22 @@ def _first_call(kernel: Any, *args: object) -> Any:
                 raise
             result = kernel(*args)
     finally:
-        notice.cancel()
+        done.set()
     seconds = time.perf_counter() - start
-    if sum(kernel.stats.cache_misses.values()):
-        logger.warning("compiled %s in %.1f s; kept on disk", name, seconds)
-    elif kernel.stats.cache_path is None and seconds > 1.0:
-        logger.warning(
-            "compiled %s in %.1f s; there is no writable folder to keep it in (set "
-            "NUMBA_CACHE_DIR)",
-            name,
-            seconds,
-        )
+    if kernel.stats.cache_misses:
+        kept = "kept on disk"
+        if kernel.stats.cache_path is None:
+            kept = "there is no writable folder to keep it in (FLASHPAGE_CACHE names one)"
+        logger.warning("compiled %s in %.1f s; %s", name, seconds, kept)
     return result
+
+
+def _say_if_compiled(kernel: Any, name: str, done: threading.Event) -> None:
+    """After a second, unless the kernel is only being loaded."""
+    while not done.wait(1.0):
+        if kernel.stats.cache_misses:
+            logger.warning("compiling %s (once, some seconds) ...", name)
+            return
 
 
 def _discard_kept_code(kernel: Any) -> bool:
