@@ -44,6 +44,7 @@ class Call:
     num_splits: int = 0
     tile: Tile | None = SMALL
     """None: as chosen"""
+    fused: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -114,7 +115,7 @@ class Call:
             return decode(problem, inputs)
         out = torch.full(self.q.shape, 7.0, device=DEVICE, dtype=self.dtype)
         lse = torch.full((len(self.lengths), h, self.seqlen_q), 7.0, device=DEVICE)
-        launch(problem, inputs, out, lse, self.tile, self.num_splits or 3)
+        launch(problem, inputs, out, lse, self.tile, self.num_splits or 3, fused=self.fused)
         return out, lse
 
     def expected(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -148,7 +149,9 @@ LENGTHS = [5, 0, 33, 16, 48]
 @pytest.mark.parametrize("block_size", [None, 1, 5, 16, 256])
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_dtypes_and_page_sizes(dtype, block_size, num_splits):
-    Call(LENGTHS, dtype=dtype, block_size=block_size, num_splits=num_splits).check()
+    call = Call(LENGTHS, dtype=dtype, block_size=block_size, num_splits=num_splits)
+    call.check()
+    replace(call, fused=True).check()
 
 
 OPTIONS = {
@@ -193,8 +196,10 @@ def test_heads(heads, dtype):
 @pytest.mark.parametrize("tile", [SMALL, Tile(32, 32, 4, 2, 2), Tile(64, 16, 4, 1, 1), None])
 def test_splits_and_tiles(num_splits, tile):
     call = Call([33, 70], 9, 70, (2, 1, 16), block_size=8, num_splits=num_splits, tile=tile)
-    call.check()
-    replace(call, options={"causal": True, "window_size": (20, -1)}).check()
+    options = {"causal": True, "window_size": (20, -1)}
+    for fused in (False, True):
+        replace(call, fused=fused).check()
+        replace(call, fused=fused, options=options).check()
 
 
 def test_a_long_context_is_split_by_itself():
@@ -418,6 +423,75 @@ def test_a_captured_graph_replays_with_other_lengths(num_splits):
             q, k, v = (x[None].double() for x in (call.q[i], call.keys[i], call.values[i]))
             exact = dense(q, k[:, :n], v[:, :n], softmax_scale=0.25)[0][0]
             torch.testing.assert_close(out[i].double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def fused_calls(count: int) -> list[Any]:
+    """Functions that decode the same each time, joined by the last program, and what they gave."""
+    found = []
+    for i in range(count):
+        call = Call(
+            [900 - i, 77, 0, 1024], 1 + i, 1024, (16, 4, 64), torch.bfloat16, 16, num_splits=7
+        )
+        problem = Problem("paged", call.q.device, call.q.dtype, 16, 4, 64, 0.125)
+        inputs = DecodeInputs(
+            call.q, call.k_cache, call.v_cache, ints(call.lengths), 0, call.table.to(DEVICE),
+            None, None, None, 7,
+        )  # fmt: skip
+        tile = Tile(16, 64, 4, 2, 2)
+
+        def run(problem=problem, inputs=inputs, tile=tile) -> tuple[torch.Tensor, torch.Tensor]:
+            batch, seqlen_q, heads, _ = inputs.q.shape
+            out = torch.full_like(inputs.q, torch.nan)
+            lse = torch.full((batch, heads, seqlen_q), torch.nan, device=DEVICE)
+            launch(problem, inputs, out, lse, tile, 7, fused=True)
+            return out, lse
+
+        low, exact = call.expected(call.dtype), call.expected(torch.float64)
+        out, lse = run()
+        assert_as_good(out, exact[0], low[0])
+        assert_as_good(lse, exact[1], low[1], "lse")
+        found.append((run, out, lse))
+    return found
+
+
+@pytest.mark.gpu
+def test_fused_200_times_bitwise():
+    for run, out, lse in fused_calls(4):
+        for _ in range(200):
+            again = run()
+            assert torch.equal(again[0], out)
+            assert torch.equal(again[1], lse)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("captured", [False, True])
+def test_fused_side_by_side(captured):
+    """Launches on two streams, or graphs captured one after the other and replayed so, do not count
+    together."""
+    calls = fused_calls(4)
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in calls]
+    works = [run for run, _, _ in calls]
+    results: list[Any] = [None] * len(calls)
+    if captured:
+        graphs = [torch.cuda.CUDAGraph() for _ in calls]
+        for i, graph in enumerate(graphs):
+            with torch.cuda.graph(graph):
+                for _ in range(20):
+                    results[i] = works[i]()
+    for _ in range(50):
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                if captured:
+                    for x in results[i]:
+                        x.fill_(torch.nan)
+                    graphs[i].replay()
+                else:
+                    results[i] = works[i]()
+        torch.cuda.synchronize()
+        for got, (_, out, lse) in zip(results, calls, strict=True):
+            assert torch.equal(got[0], out)
+            assert torch.equal(got[1], lse)
 
 
 @pytest.mark.gpu

@@ -30,7 +30,7 @@ from flashpage.attention.triton.arguments import (
     slopes_stride,
     window,
 )
-from flashpage.attention.triton.combine import combine, empty_parts
+from flashpage.attention.triton.combine import combine, empty_parts, join_parts
 from flashpage.attention.triton.score import LN2, LOG2E, key_range, logits2, visible
 
 # ---------------------------------------------------------------------------------------------
@@ -157,6 +157,55 @@ def _key_places(
     return page, within
 
 
+@triton.jit
+def _join_last(
+    partial_ptr,
+    max_ptr,
+    sum_ptr,
+    out_ptr,
+    lse_ptr,
+    counter_ptr,
+    sequence,
+    kv_head,
+    tile,
+    seqlen_q,
+    num_kv_heads,
+    num_splits,
+    scale2,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    JOIN_ROWS: tl.constexpr,
+    JOIN_SPLITS: tl.constexpr,
+):
+    """The program whose part of a tile is written last joins all parts, in the order of their
+    index, whoever it is; and leaves the counter at zero for the next launch."""
+    # What every thread has written counts as written before the one that counts goes on.
+    tl.debug_barrier()
+    earlier = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
+    if earlier == num_splits - 1:
+        tl.store(counter_ptr, 0)
+        local = tl.arange(0, JOIN_ROWS)
+        pairs = tile * BLOCK_M + local
+        rows = pairs // GROUP
+        heads = kv_head * GROUP + pairs % GROUP
+        real = (rows < seqlen_q) & (local < BLOCK_M)
+        num_q_heads = num_kv_heads * GROUP
+        place = (sequence * seqlen_q + rows) * num_q_heads + heads
+        acc, lse = join_parts(
+            partial_ptr, max_ptr, sum_ptr, place * num_splits, real, scale2, num_splits, HEAD_DIM,
+            BLOCK_D, JOIN_SPLITS,
+        )  # fmt: skip
+        dims = tl.arange(0, BLOCK_D)
+        tl.store(lse_ptr + (sequence * num_q_heads + heads) * seqlen_q + rows, lse, mask=real)
+        tl.store(
+            out_ptr + (place * HEAD_DIM)[:, None] + dims[None, :],
+            acc.to(out_ptr.dtype.element_ty),
+            mask=real[:, None] & (dims < HEAD_DIM)[None, :],
+        )
+
+
 @triton.jit(
     do_not_specialize=[
         "stride_qb", "stride_qs", "stride_qh", "stride_kb", "stride_ks", "stride_kh",
@@ -172,6 +221,9 @@ def _split_kernel(
     out_ptr,  # SPLIT: float32 [rows, num_splits, head_dim], not normalised; else the output
     lse_ptr,  # SPLIT: float32 [rows, num_splits], the row's maximum; else the LSE
     sum_ptr,  # SPLIT: float32 [rows, num_splits], the row's sum; else None
+    joined_ptr,  # JOIN_ROWS: the output
+    joined_lse_ptr,  # JOIN_ROWS: the LSE
+    counters_ptr,  # JOIN_ROWS: int32 [batch, num_kv_heads, num_tiles], zeros
     seqlens_ptr,
     table_ptr,
     batch_idx_ptr,
@@ -213,6 +265,8 @@ def _split_kernel(
     RAW_SCORES: tl.constexpr,  # the maximum is kept of q . k itself: scale > 0 and nothing else
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
+    JOIN_ROWS: tl.constexpr,  # of a tile, joined by the last of its programs; 0: by `combine`
+    JOIN_SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
@@ -338,6 +392,13 @@ def _split_kernel(
         acc.to(out_ptr.dtype.element_ty),
         mask=real[:, None] & (dims < HEAD_DIM)[None, :],
     )
+    if JOIN_ROWS > 0:
+        counter = (sequence * num_kv_heads + kv_head) * num_tiles + tile
+        _join_last(
+            out_ptr, lse_ptr, sum_ptr, joined_ptr, joined_lse_ptr, counters_ptr + counter, sequence,
+            kv_head, tile, seqlen_q, num_kv_heads, num_splits, scale2, GROUP, HEAD_DIM, BLOCK_D,
+            BLOCK_M, JOIN_ROWS, JOIN_SPLITS,
+        )  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------
@@ -380,15 +441,28 @@ def launch(
     softmax_lse: Tensor,
     tile: Tile,
     num_splits: int,
+    *,
+    fused: bool = False,
 ) -> None:
-    """Write `out` and `softmax_lse`, contiguous, with a given tile and number of splits."""
+    """Write `out` and `softmax_lse`, contiguous, with a given tile and number of splits.
+
+    fused: the parts of a tile are joined by the last program of it, not by a second kernel.
+    """
     with runtime.on_device(out.device):
         if num_splits == 1:
-            _launch_split(problem, inputs, out, softmax_lse, None, tile, 1)
+            _launch_split(problem, inputs, None, out, softmax_lse, None, tile, 1)
             return
         parts = empty_parts(out, num_splits)
-        _launch_split(problem, inputs, *parts, tile, num_splits)
-        combine(problem, parts, out, softmax_lse)
+        counters = None
+        if fused:
+            num_tiles = cdiv(problem.group_size * out.shape[1], tile.block_m)
+            counters = runtime.counters(out.device, out.shape[0] * problem.num_kv_heads * num_tiles)
+        if counters is None:
+            _launch_split(problem, inputs, None, *parts, tile, num_splits)
+            combine(problem, parts, out, softmax_lse)
+        else:
+            joined = (out, softmax_lse, counters)
+            _launch_split(problem, inputs, joined, *parts, tile, num_splits)
 
 
 def _capacity(inputs: DecodeInputs) -> int:
@@ -397,19 +471,31 @@ def _capacity(inputs: DecodeInputs) -> int:
     return length if inputs.block_table is None else inputs.block_table.shape[1] * length
 
 
+def _join_splits(join_rows: int, head_dim: int, num_warps: int) -> int:
+    """How many parts of `join_rows` rows a program reads at a time: 64 numbers a thread."""
+    if join_rows == 0:
+        return 0
+    numbers = num_warps * 32 * 64
+    return min(MAX_NUM_SPLITS, max(1, numbers // (join_rows * padded_head_dim(head_dim))))
+
+
 def _launch_split(
     problem: Problem,
     inputs: DecodeInputs,
+    joined: tuple[Tensor, Tensor, Tensor] | None,
     out: Tensor,
     lse: Tensor,
     sums: Tensor | None,
     tile: Tile,
     num_splits: int,
 ) -> None:
+    """joined: output, LSE and counters, where the kernel itself is to join the parts."""
     q, k, v, table = inputs.q, inputs.k_cache, inputs.v_cache, inputs.block_table
     batch, seqlen_q, _, head_dim = q.shape
     capacity = _capacity(inputs)
-    num_tiles = cdiv(problem.group_size * seqlen_q, tile.block_m)
+    num_rows = problem.group_size * seqlen_q
+    num_tiles = cdiv(num_rows, tile.block_m)
+    join_rows = 0 if joined is None else min(tile.block_m, next_power_of_2(num_rows))
     slopes = inputs.alibi_slopes
     raw = raw_scores(problem)
     align = alignment(q, k, v)
@@ -421,6 +507,7 @@ def _launch_split(
         out,
         lse,
         sums,
+        *(joined or (None, None, None)),
         inputs.cache_seqlens.contiguous(),
         table,
         None if inputs.cache_batch_idx is None else inputs.cache_batch_idx.contiguous(),
@@ -454,6 +541,8 @@ def _launch_split(
         RAW_SCORES=raw,
         SPLIT=sums is not None,
         STAGES=tile.num_stages(table is not None),
+        JOIN_ROWS=join_rows,
+        JOIN_SPLITS=_join_splits(join_rows, head_dim, tile.num_warps),
         OVERLAP=bool(overlap),
         num_warps=tile.num_warps,
         # Logits are rounded before their maximum is taken off: fused, they would not cancel.

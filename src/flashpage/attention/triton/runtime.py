@@ -10,6 +10,7 @@ import contextlib
 import importlib.util
 import os
 import re
+import threading
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
@@ -68,6 +69,55 @@ def overlap(device: torch.device) -> dict[str, Any]:
     that all before it have ended.
     """
     return {"launch_pdl": True} if capability(device) >= 90 else {}
+
+
+# ---------------------------------------------------------------------------------------------
+# Counters: zeros that outlive a launch, so that none has to clear them
+# ---------------------------------------------------------------------------------------------
+
+_COUNTERS_OF_A_STREAM, _COUNTERS_OF_GRAPHS = 2**14, 2**20
+
+
+def counters(device: torch.device, count: int) -> Tensor | None:
+    """`count` int32 zeros, of which a kernel leaves zeros again when it ends; None: there are none.
+
+    Launches of one stream follow each other and share theirs. A captured launch gets its own, for
+    ever: graphs that were captured one after the other may be replayed side by side. They were
+    made before, as nothing can be cleared once and for all during a capture; so the first call
+    within a capture, and calls when those of graphs are used up, get none.
+    """
+    if device.type != "cuda":
+        return torch.zeros(count, dtype=torch.int32)
+    if torch.cuda.is_current_stream_capturing():
+        return _counters_of_graphs(device, count)
+    if count > _COUNTERS_OF_A_STREAM:
+        return None
+    return _counters_of_stream(device, torch.cuda.current_stream(device).cuda_stream)
+
+
+_graph_counters: dict[torch.device, Tensor] = {}
+"""Those that no captured launch has yet."""
+_graph_counters_lock = threading.Lock()
+
+
+@cache
+def _counters_of_stream(device: torch.device, stream: int) -> Tensor:
+    with _graph_counters_lock:
+        if device not in _graph_counters:
+            zeros = torch.zeros(_COUNTERS_OF_GRAPHS, dtype=torch.int32, device=device)
+            torch.cuda.current_stream(device).synchronize()  # graphs may run on any stream
+            _graph_counters[device] = zeros
+    return torch.zeros(_COUNTERS_OF_A_STREAM, dtype=torch.int32, device=device)
+
+
+def _counters_of_graphs(device: torch.device, count: int) -> Tensor | None:
+    count = -(-count // 4) * 4  # so that all are aligned alike, and one compiled kernel serves
+    with _graph_counters_lock:
+        left = _graph_counters.get(device)
+        if left is None or len(left) < count:
+            return None
+        _graph_counters[device] = left[count:]
+        return left[:count]
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
