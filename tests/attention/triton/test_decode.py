@@ -149,9 +149,7 @@ LENGTHS = [5, 0, 33, 16, 48]
 @pytest.mark.parametrize("block_size", [None, 1, 5, 16, 256])
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_dtypes_and_page_sizes(dtype, block_size, num_splits):
-    call = Call(LENGTHS, dtype=dtype, block_size=block_size, num_splits=num_splits)
-    call.check()
-    replace(call, fused=True).check()
+    Call(LENGTHS, dtype=dtype, block_size=block_size, num_splits=num_splits).check()
 
 
 OPTIONS = {
@@ -196,10 +194,21 @@ def test_heads(heads, dtype):
 @pytest.mark.parametrize("tile", [SMALL, Tile(32, 32, 4, 2, 2), Tile(64, 16, 4, 1, 1), None])
 def test_splits_and_tiles(num_splits, tile):
     call = Call([33, 70], 9, 70, (2, 1, 16), block_size=8, num_splits=num_splits, tile=tile)
-    options = {"causal": True, "window_size": (20, -1)}
-    for fused in (False, True):
-        replace(call, fused=fused).check()
-        replace(call, fused=fused, options=options).check()
+    call.check()
+    replace(call, options={"causal": True, "window_size": (20, -1)}).check()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [(3, 3, 16), (9, 3, 59), (8, 1, 16)])
+@pytest.mark.parametrize(("seqlen_q", "num_splits"), [(1, 2), (1, 40), (5, 3)])
+def test_parts_joined_by_the_last_program(dtype, heads, seqlen_q, num_splits):
+    call = Call(
+        [33, 0, 70], seqlen_q, 70, heads, dtype, 8, num_splits=num_splits, fused=True,
+        options={"causal": True},
+    )  # fmt: skip
+    call.check()
+    options = {"window_size": (20, 3), "softcap": 1.5, "alibi_slopes": torch.rand(heads[0])}
+    replace(call, options=options).check()
 
 
 def test_a_long_context_is_split_by_itself():

@@ -31,7 +31,7 @@ from flashpage.attention.triton.arguments import (
     window,
 )
 from flashpage.attention.triton.combine import combine, empty_parts, join_parts
-from flashpage.attention.triton.score import LN2, LOG2E, key_range, logits2, visible
+from flashpage.attention.triton.score import LN2, LOG2E, key_range, logits2
 
 # ---------------------------------------------------------------------------------------------
 # Choices: the size of a tile, and into how many parts the keys are split
@@ -136,25 +136,50 @@ def _elements(stride0, stride1, stride2, ALIGN: tl.constexpr):
 
 
 @triton.jit
-def _key_places(
-    table_row_ptr, begin, cols, inside, num_blocks, PAGE: tl.constexpr, BLOCK_N: tl.constexpr
+def _page_of_keys(
+    table_row_ptr, begin, inside, num_blocks, PAGE: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """`(page, place within it)` of the keys `cols`, which begin at `begin`.
+    """Page id of each of the BLOCK_N keys from `begin`, a multiple of BLOCK_N, on; or of all.
 
     Page ids are moved into the pool: garbage may give a wrong result, never a wild read.
     """
-    if PAGE == 0:
-        page = 0
-        within = cols
-    else:
+    page = 0
+    if PAGE > 0:
         if PAGE % BLOCK_N == 0:
-            page = tl.load(table_row_ptr + begin // PAGE)
-            within = begin % PAGE + tl.arange(0, BLOCK_N)
+            entries = begin // PAGE
+            page = tl.load(table_row_ptr + entries)
+        elif BLOCK_N % PAGE == 0:
+            entries = begin // PAGE + tl.arange(0, BLOCK_N) // PAGE
+            page = tl.load(table_row_ptr + entries, mask=inside, other=0)
         else:
-            page = tl.load(table_row_ptr + cols // PAGE, mask=inside, other=0)
-            within = cols % PAGE
-        page = tl.minimum(tl.maximum(page, 0), num_blocks - 1)
-    return page, within
+            entries = (begin + tl.arange(0, BLOCK_N)) // PAGE
+            page = tl.load(table_row_ptr + entries, mask=inside, other=0)
+        page = tl.minimum(page.to(tl.uint32), (num_blocks - 1).to(tl.uint32)).to(tl.int32)
+    return page
+
+
+@triton.jit
+def _key_pointers(
+    base, page, begin, dims, stride_b, stride_s, ALIGN: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Pointers to the BLOCK_N keys from `begin` on; strides of page and token in units of ALIGN.
+
+    What is the same in every block of keys stands apart, for the compiler to compute it once.
+    """
+    stride_b, stride_s = stride_b.to(tl.int64), stride_s.to(tl.int64)
+    offsets = tl.arange(0, BLOCK_N)
+    if PAGE == 0:
+        block = begin * stride_s
+    elif PAGE % BLOCK_N == 0:
+        block = page * stride_b + begin % PAGE * stride_s
+    else:
+        if BLOCK_N % PAGE == 0:
+            offsets = offsets % PAGE
+        else:
+            offsets = (begin + offsets) % PAGE
+        block = (page * stride_b)[:, None]
+    return base + (offsets * stride_s * ALIGN)[:, None] + dims[None, :] + block * ALIGN
 
 
 @triton.jit
@@ -186,11 +211,10 @@ def _join_last(
     earlier = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
     if earlier == num_splits - 1:
         tl.store(counter_ptr, 0)
-        local = tl.arange(0, JOIN_ROWS)
-        pairs = tile * BLOCK_M + local
+        pairs = tile * BLOCK_M + tl.arange(0, JOIN_ROWS)
         rows = pairs // GROUP
         heads = kv_head * GROUP + pairs % GROUP
-        real = (rows < seqlen_q) & (local < BLOCK_M)
+        real = rows < seqlen_q
         num_q_heads = num_kv_heads * GROUP
         place = (sequence * seqlen_q + rows) * num_q_heads + heads
         acc, lse = join_parts(
@@ -305,8 +329,6 @@ def _split_kernel(
 
     # Multiplied here, the compiler knows what they are multiples of, and makes wide loads.
     stride_qb, stride_qs, stride_qh = _elements(stride_qb, stride_qs, stride_qh, ALIGN)
-    stride_kb, stride_ks, stride_kh = _elements(stride_kb, stride_ks, stride_kh, ALIGN)
-    stride_vb, stride_vs, stride_vh = _elements(stride_vb, stride_vs, stride_vh, ALIGN)
     dims = tl.arange(0, BLOCK_D)
     q_offsets = sequence * stride_qb + rows * stride_qs + heads * stride_qh
     q = tl.load(
@@ -320,8 +342,10 @@ def _split_kernel(
             :, None
         ]
 
-    k_base = k_ptr + kv_head * stride_kh
-    v_base = v_ptr + kv_head * stride_vh
+    if SAME_STRIDES:
+        stride_vb, stride_vs = stride_kb, stride_ks
+    k_base = k_ptr + kv_head * stride_kh.to(tl.int64) * ALIGN
+    v_base = v_ptr + kv_head * stride_vh.to(tl.int64) * ALIGN
     table_row_ptr = table_ptr
     if PAGE > 0:
         table_row_ptr = table_ptr + sequence * stride_table
@@ -330,8 +354,8 @@ def _split_kernel(
         if batch_idx_ptr is not None:
             cache_row = tl.load(batch_idx_ptr + sequence).to(tl.int64)
             cache_row = tl.minimum(tl.maximum(cache_row, 0), num_blocks - 1)
-        k_base += cache_row * stride_kb + pad * stride_ks
-        v_base += cache_row * stride_vb + pad * stride_vs
+        k_base += (cache_row * stride_kb + pad * stride_ks.to(tl.int64)) * ALIGN
+        v_base += (cache_row * stride_vb + pad * stride_vs.to(tl.int64)) * ALIGN
 
     scale2 = softmax_scale * LOG2E
     if not RAW_SCORES:
@@ -339,26 +363,30 @@ def _split_kernel(
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741 - the field's name
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    limits = tl.full([BLOCK_M], hi, tl.int32)
+    if HAS_RIGHT:
+        limits = tl.minimum(limits, rows + (diff + window_right + 1))
     for begin in tl.range(lo, hi, BLOCK_N, num_stages=STAGES):
         cols = begin + tl.arange(0, BLOCK_N)
-        inside = (cols >= first) & (cols < hi)
+        inside = cols < hi
+        if HAS_LEFT:
+            inside = inside & (cols >= first)
         # Selected, not multiplied by zero: an unused slot may hold NaN.
         used = inside[:, None] & (dims < HEAD_DIM)[None, :]
-        page, within = _key_places(table_row_ptr, begin, cols, inside, num_blocks, PAGE, BLOCK_N)
-        k_offsets = page * stride_kb + within * stride_ks
-        k = tl.load(k_base + k_offsets[:, None] + dims[None, :], mask=used, other=0.0)
+        page = _page_of_keys(table_row_ptr, begin, inside, num_blocks, PAGE, BLOCK_N)
+        places = _key_pointers(
+            k_base, page, begin, dims, stride_kb, stride_ks, ALIGN, PAGE, BLOCK_N
+        )
+        k = tl.load(places, mask=used, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if not RAW_SCORES:
             scores = logits2(
                 scores, rows[:, None], cols[None, :], diff, softmax_scale, softcap, slope,
                 HAS_SOFTCAP, slopes_ptr is not None,
             )  # fmt: skip
-        seen = inside[None, :]
-        if HAS_LEFT or HAS_RIGHT:
-            seen = seen & visible(
-                rows[:, None], cols[None, :], seqlen_q, len_k, window_left, window_right,
-                HAS_LEFT, HAS_RIGHT,
-            )  # fmt: skip
+        seen = cols[None, :] < limits[:, None]
+        if HAS_LEFT:
+            seen = seen & (cols[None, :] >= (rows + (diff - window_left))[:, None])
         scores = tl.where(seen, scores, float("-inf"))
 
         m_new = tl.maximum(m, tl.max(scores, 1))
@@ -369,10 +397,10 @@ def _split_kernel(
         fade = tl.exp2((m - top) * scale2)
         l = l * fade + tl.sum(p, 1)  # noqa: E741
         m = m_new
-        v_offsets = k_offsets
-        if not SAME_STRIDES:
-            v_offsets = page * stride_vb + within * stride_vs
-        v = tl.load(v_base + v_offsets[:, None] + dims[None, :], mask=used, other=0.0)
+        places = _key_pointers(
+            v_base, page, begin, dims, stride_vb, stride_vs, ALIGN, PAGE, BLOCK_N
+        )
+        v = tl.load(places, mask=used, other=0.0)
         acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
 
     num_q_heads = num_kv_heads * GROUP
