@@ -34,7 +34,7 @@ def _elements(stride0, stride1, stride2, ALIGN: tl.constexpr):
 
 @triton.jit
 def _page_of_keys(
-    table_row_ptr, begin, inside, num_blocks, PAGE: tl.constexpr, BLOCK_N: tl.constexpr
+    table_row_ptr, begin, capacity, num_blocks, PAGE: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """Page id of each of the BLOCK_N keys from `begin`, a multiple of BLOCK_N, on; or of all.
 
@@ -45,12 +45,12 @@ def _page_of_keys(
         if PAGE % BLOCK_N == 0:
             entries = begin // PAGE
             page = tl.load(table_row_ptr + entries)
-        elif BLOCK_N % PAGE == 0:
-            entries = begin // PAGE + tl.arange(0, BLOCK_N) // PAGE
-            page = tl.load(table_row_ptr + entries, mask=inside, other=0)
         else:
-            entries = (begin + tl.arange(0, BLOCK_N)) // PAGE
-            page = tl.load(table_row_ptr + entries, mask=inside, other=0)
+            if BLOCK_N % PAGE == 0:
+                entries = begin // PAGE + tl.arange(0, BLOCK_N) // PAGE
+            else:
+                entries = (begin + tl.arange(0, BLOCK_N)) // PAGE
+            page = tl.load(table_row_ptr + tl.minimum(entries, capacity // PAGE - 1))
         page = tl.minimum(page.to(tl.uint32), (num_blocks - 1).to(tl.uint32)).to(tl.int32)
     return page
 
@@ -270,7 +270,7 @@ def split_kernel(
             inside = inside & (cols >= first)
         # Selected, not multiplied by zero: an unused slot may hold NaN.
         used = inside[:, None] & (dims < HEAD_DIM)[None, :]
-        page = _page_of_keys(table_row_ptr, begin, inside, num_blocks, PAGE, BLOCK_N)
+        page = _page_of_keys(table_row_ptr, begin, capacity, num_blocks, PAGE, BLOCK_N)
         places = _key_pointers(
             k_base, page, begin, dims, stride_kb, stride_ks, ALIGN, PAGE, BLOCK_N
         )
