@@ -32,9 +32,10 @@ demo: $(VENV)/installed
 	@echo "-- writing text with SmolLM2-135M-Instruct through the paged engine, on the CPU"
 	$(RUN) -m flashpage generate "Explain in three sentences how a library index works."
 
+# Waiting threads that spin would take the processor from the tests beside them.
 test: $(VENV)/installed
 	@echo "-- running the tests"
-	$(RUN) -m pytest
+	OMP_WAIT_POLICY=passive OPENBLAS_NUM_THREADS=1 $(RUN) -m pytest -n auto --dist worksteal
 
 browser: $(VENV)/installed
 	@echo "-- installing playwright, and chromium if there is none (Debian, as root)"

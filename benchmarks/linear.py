@@ -1,11 +1,13 @@
 """Products of a few rows, alone and fused with what stands beside them, against cuBLAS.
 
-    python benchmarks/linear.py [--models Qwen3-0.6B,Llama-3-8B] [--rows 1,2,4,8]
+    python benchmarks/linear.py [--models Qwen3-0.6B,Llama-3-8B] [--rows 1,2,4,8,16,64,128,256]
 
 bfloat16, a CUDA graph of calls that go around among so many weights that the level-2 cache serves
-none of them; us a call, and TB/s of the weight. "product": F.linear and triton_linear.linear.
-"with its steps": residual + norm, the product, SiLU * up, as kernels of their own around F.linear,
-and as one kernel. Only on a GPU of compute capability 8.0 and up: elsewhere it says so and ends.
+none of them; us a call, and TB/s of the weight. "product": F.linear, and up to 8 rows
+triton_linear.linear, beyond triton_products.product. "with its steps": up to 8 rows the residual
+and norm before and SiLU * up after, around F.linear and in one kernel; beyond, what follows the
+product: SiLU * up, or (o, down) residual and norm, which add up parts where ours gives parts.
+Only on a GPU of compute capability 8.0 and up: elsewhere it says so and ends.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ BYTES_BETWEEN = 2**28
 
 
 class Product(NamedTuple):
-    """A weight `[n, k]`, and what is fused with its product."""
+    """A weight `[n, k]`; whether a norm stands before its product (if not, one follows it), and
+    whether SiLU * up follows."""
 
     name: str
     n: int
@@ -52,7 +55,42 @@ MODELS = {
 }
 
 
+MOST_FEW_ROWS = 8
+"""rows up to which triton_linear is measured"""
+
+
 def contenders(product: Product, weights: list[Tensor], num_rows: int) -> dict[str, Callable]:
+    few = num_rows <= MOST_FEW_ROWS
+    return (of_few_rows if few else of_some_rows)(product, weights, num_rows)
+
+
+def of_some_rows(product: Product, weights: list[Tensor], num_rows: int) -> dict[str, Callable]:
+    from flashpage.layers.triton_kernels import add_rms_norm, silu_and_mul
+    from flashpage.layers.triton_products import product as in_parts
+
+    x = torch.randn(num_rows, product.k, device=DEVICE).bfloat16()
+    residual = torch.randn(num_rows, product.n, device=DEVICE).bfloat16()
+    norm = torch.ones(product.n, device=DEVICE, dtype=torch.bfloat16)
+    torch.cuda.synchronize()
+    turn = cycle(weights)
+
+    def norm_after(out: Tensor) -> Tensor:
+        return add_rms_norm(out, residual, norm, 1e-6)[0]
+
+    calls: dict[str, Callable] = {
+        "cublas": lambda: F.linear(x, next(turn)),
+        "triton": lambda: in_parts(x, next(turn), None),
+    }
+    if product.gated:
+        calls["steps"] = lambda: silu_and_mul(F.linear(x, next(turn)))
+        calls["fused"] = lambda: in_parts(x, next(turn), None, gated=True)
+    elif not product.norm:
+        calls["steps"] = lambda: norm_after(F.linear(x, next(turn)))
+        calls["fused"] = lambda: norm_after(in_parts(x, next(turn), None))
+    return calls
+
+
+def of_few_rows(product: Product, weights: list[Tensor], num_rows: int) -> dict[str, Callable]:
     from flashpage.layers.triton_kernels import add_rms_norm, silu_and_mul
     from flashpage.layers.triton_linear import add_norm_linear, linear
 
@@ -109,7 +147,7 @@ def cells(result: dict[str, Any]) -> tuple[str, ...]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--models", default=",".join(MODELS), help="of " + ", ".join(MODELS))
-    parser.add_argument("--rows", default="1,2,4,8")
+    parser.add_argument("--rows", default="1,2,4,8,16,64,128,256")
     options = parser.parse_args()
     info = setup()
     if not ON_GPU or torch.cuda.get_device_capability() < (8, 0):
@@ -123,7 +161,7 @@ def main() -> None:
         for product in MODELS[model]
         for result in measure(model, product, rows)
     ]
-    header = ("us (TB/s)", "product: cuBLAS", "Triton", "with its steps: cuBLAS", "one kernel")
+    header = ("us (TB/s)", "product: cuBLAS", "Triton", "with its steps: cuBLAS", "ours")
     print_table(header, [cells(result) for result in results])
     finish("linear", info, results)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,9 +32,23 @@ def smollm2_path() -> Path:
 
 
 @pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, also in a process that was started in the background."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
+
+
+@pytest.fixture
 def unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights stay plain tensors, to be looked at."""
     monkeypatch.setattr(Linear, "prepare", lambda self: None)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Processes for `pytest -n auto`. Tests on a GPU share neither its memory nor its time."""
+    return 0 if torch.cuda.is_available() else min(os.cpu_count() or 1, 4)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

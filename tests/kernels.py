@@ -5,6 +5,7 @@ With `FLASHPAGE_TEST_BACKENDS=hopper,triton` they judge, on a GPU, those backend
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from contextlib import AbstractContextManager
 
@@ -18,6 +19,10 @@ DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
 BACKENDS = ("triton_interpreter",)
 if ON_GPU:
     BACKENDS = tuple(os.environ.get("FLASHPAGE_TEST_BACKENDS", "triton").split(","))
+elif importlib.util.find_spec("triton"):
+    import quick_interpreter
+
+    quick_interpreter.install()
 # The interpreter's bfloat16 products are wrong.
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)[: 3 if ON_GPU else 2]
 

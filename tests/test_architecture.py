@@ -14,6 +14,7 @@ ROOT = Path(flashpage.__file__).parent
 # A room may import those of smaller rank, and itself.
 RANK = {
     "errors": 0,
+    "folders": 0,
     "attention": 1,
     "cache": 2,
     "compat": 2,  # beside the cache: neither sees the other

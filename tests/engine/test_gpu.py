@@ -139,6 +139,29 @@ def test_a_cache_that_does_not_fit_says_how_much_there_was():
     assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=3), progress=False)[0].finished
 
 
+@pytest.mark.parametrize("options", [{}, {"enforce_eager": True}], ids=["graphs", "eager"])
+def test_the_first_tokens_find_their_kernels_compiled(options, monkeypatch):
+    """The engine compiles them all at once when it is made, and nothing serially later."""
+    import triton
+
+    compiled: list[str] = []
+
+    def record(*, repr: str, **kwargs) -> None:
+        compiled.append(repr.split("[")[0])
+
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", record)
+    # A size of its own: no other test has compiled its kernels in this process.
+    size = 264 if options else 280
+    llm = make_llm(QWEN3 | {"hidden_size": size, "intermediate_size": 2 * size}, **options)
+    assert {"_linear_kernel", "_add_rms_norm_kernel"} <= set(compiled)
+    compiled.clear()
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    prompt = [5, 6, 7] if options else list(range(3, 23))
+    (output,) = llm.generate([prompt], params, progress=False)
+    assert len(output.token_ids) == 3
+    assert compiled == []
+
+
 def test_without_fused_kernels_the_same_greedy_tokens():
     prompts, params = requests_of(4)
     expected = [o.token_ids for o in make_llm(QWEN3).generate(prompts, params, progress=False)]

@@ -9,6 +9,8 @@ import pytest
 
 from flashpage.engine.interrupt import deferred_interrupt
 
+pytestmark = pytest.mark.usefixtures("ctrl_c")
+
 
 def test_an_interrupt_comes_at_the_end_of_the_block():
     done = []

@@ -253,6 +253,7 @@ def test_a_call_whose_requests_end_elsewhere_returns(make_llm, reference, how):
     assert not llm.engine.has_unfinished()
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_an_interrupt_while_requests_are_queued_leaves_none(make_llm):
     llm = make_llm()
     add = llm.engine.add_request
@@ -280,6 +281,7 @@ def test_without_params_a_text_ends_after_16_tokens_as_the_docstrings_say(make_l
     assert "16 tokens" in getattr(LLM, call).__doc__
 
 
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("interrupt", ["signal", "exception"])
 def test_ctrl_c_aborts_the_call_and_leaves_the_engine_usable(make_llm, reference, interrupt):
     llm = make_llm()

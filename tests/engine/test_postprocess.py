@@ -123,8 +123,12 @@ def test_text_without_a_tokenizer_is_empty(generate):
     assert (sequence.text, sequence.finish_reason) == ("", "stop")
 
 
-def test_counts_follow_the_tokens(generate):
-    assert generate(ids("abca")).output_counts == {97: 2, 98: 1, 99: 1}
+@pytest.mark.parametrize(
+    "penalty", [{"presence_penalty": 1}, {"frequency_penalty": 1}, {"repetition_penalty": 2}]
+)
+def test_counts_follow_the_tokens_where_a_penalty_needs_them(penalty, generate):
+    assert generate(ids("abca"), **penalty).output_counts == {97: 2, 98: 1, 99: 1}
+    assert generate(ids("abca")).output_counts == {}
 
 
 def test_logprob_dict(tokenizer):

@@ -29,7 +29,7 @@ def step(scheduler: Scheduler) -> list[tuple[Sequence, int]]:
     """Schedule, commit, and give each sequence that reached its end one more token."""
     chunks = scheduler.schedule()
     for chunk in chunks:
-        scheduler.launched(chunk)
+        scheduler.launched([chunk])
         scheduler.commit(chunk)
         if chunk.is_last:
             chunk.sequence.token_ids.append(1000 + chunk.end)
@@ -168,14 +168,14 @@ def test_who_begins_like_one_under_way_waits_for_its_blocks():
     first = scheduler.schedule()
     assert [(c.sequence, c.num_tokens) for c in first] == [(one, 15), (other, 1)]
     for chunk in first:
-        scheduler.launched(chunk)
+        scheduler.launched([chunk])
     one.num_pending = 1
     second = scheduler.schedule()
     assert [(c.sequence, c.num_tokens) for c in second] == [(one, 1), (other, 4), (late, 11)]
     for chunk in first:
         scheduler.commit(chunk)
     for chunk in second:
-        scheduler.launched(chunk)
+        scheduler.launched([chunk])
     one.token_ids.append(1)
     other.num_pending = 1
     third = scheduler.schedule()
@@ -198,7 +198,7 @@ def test_nobody_waits_for_what_will_not_come():
     one, two = make_sequence(15), make_sequence(15)
     scheduler.add([one])
     (chunk,) = scheduler.schedule()
-    scheduler.launched(chunk)
+    scheduler.launched([chunk])
     one.cache_chain = [PrefixNode(None, (), 39)]  # stands for a past that was forgotten
     scheduler.commit(chunk)
     assert len(one.cache_chain) == 1

@@ -34,6 +34,7 @@ from flashpage.engine.scheduler import Scheduler
 from flashpage.engine.stats_log import StatsLog
 from flashpage.engine.values import show
 from flashpage.errors import RequestError
+from flashpage.layers.sampler import TokenLogprobs
 
 
 class Engine:
@@ -60,6 +61,7 @@ class Engine:
         self.kv_cache = allocate_kv_cache(model.config, config)
         self._scheduler = Scheduler(config)
         self._runner = Runner(model, self.kv_cache, config, self.eos_token_ids)
+        self._runner.compile_ahead()
         self._in_flight: deque[Launch] = deque()
         self._requests: dict[str, Request] = {}
         self._num_requests = 0
@@ -231,7 +233,8 @@ class Engine:
         """Whether the next step can be launched before the results of the one that runs are here:
         no choice depends on a pending token, and no prompt is being scored."""
         return not any(
-            (s.num_pending and s.request.looks_back) or s.next_prompt_logprob is not None
+            (s.num_pending and s.request.looks_back)
+            or (s.scores_prompt and s.next_prompt_logprob is not None)
             for s in self._scheduler.running
         )
 
@@ -243,52 +246,56 @@ class Engine:
         launch = self._runner.launch(chunks)
         self._in_flight.append(launch)
         self._num_steps += 1
-        for chunk in chunks:
-            self._scheduler.launched(chunk)
-            self._num_computed += chunk.num_tokens
-            num_prompt = chunk.sequence.num_prompt_tokens
-            if chunk.start < num_prompt:
-                self._num_prompt_computed += min(chunk.end, num_prompt) - chunk.start
+        self._scheduler.launched(chunks)
+        for sequence, start, end, _, _ in chunks:
+            self._num_computed += end - start
+            if start < sequence.num_prompt_tokens:
+                self._num_prompt_computed += min(end, sequence.num_prompt_tokens) - start
         for row, sequence in zip(launch.rows, launch.sampling, strict=True):
             sequence.num_pending += 1
             sequence.pending_row = row
         return True
 
     def _postprocess(self, results: list[ChunkResult]) -> list[RequestOutput]:
-        advanced: dict[str, Request] = {}
+        reported: dict[str, Request] = {}
         finished: set[str] = set()
+        commit = self._scheduler.commit
         for result in results:
-            sequence = result.chunk.sequence
+            chunk = result.chunk
+            sequence = chunk.sequence
             if result.is_sampled:
                 sequence.num_pending -= 1
-            if sequence.is_finished:
+            if sequence.finish_reason is not None:
                 continue  # it ended while this step ran
-            self._scheduler.commit(result.chunk)
+            commit(chunk)
             self._advance(sequence, result)
             request = sequence.request
-            if result.chunk.is_last or sequence.is_finished:
-                advanced[request.request_id] = request
-            if sequence.is_finished and request.is_finished:
+            has_ended = sequence.finish_reason is not None
+            if has_ended and request.is_finished:
                 finished.add(request.request_id)
+                reported[request.request_id] = request
+            elif (chunk.is_last or has_ended) and not request.reports_once:
+                reported[request.request_id] = request
         for request_id in finished:
             del self._requests[request_id]
-        return [
-            request.report()
-            for request_id, request in advanced.items()
-            if not request.reports_once or request_id in finished
-        ]
+        return [request.report() for request in reported.values()]
 
     def _advance(self, sequence: Sequence, result: ChunkResult) -> None:
         request = sequence.request
         error = result.error
         try:
-            self._append_result(sequence, result)
+            if request.prompt_logprobs is not None:
+                request.prompt_logprobs += [
+                    logprob_dict(row, self.tokenizer) for row in result.prompt_logprobs
+                ]
+            if error is None and result.token_id is not None:
+                self._append_token(sequence, result.token_id, result.logprobs)
         except Exception as raised:  # whatever a tokenizer raises when it decodes
             error = error or f"the tokenizer can not decode its tokens: {show(raised)}"
         if error is not None:
             self._fail(sequence, error)
             return
-        if result.sampled is None and result.chunk.is_last:
+        if result.token_id is None and result.chunk.is_last:
             sequence.finish_reason = "length"
         if result.chunk.is_last and request.siblings_waiting:
             self._scheduler.add_first(request.siblings_waiting)
@@ -296,21 +303,16 @@ class Engine:
         if sequence.finish_reason is not None:
             self._finish(sequence, sequence.finish_reason)
 
-    def _append_result(self, sequence: Sequence, result: ChunkResult) -> None:
-        request = sequence.request
-        if request.prompt_logprobs is not None:
-            request.prompt_logprobs += [
-                logprob_dict(row, self.tokenizer) for row in result.prompt_logprobs
-            ]
-        if result.error is not None or result.sampled is None:
-            return
-        logprobs = result.sampled.logprobs
+    def _append_token(
+        self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None
+    ) -> None:
         entry = None if logprobs is None else logprob_dict(logprobs, self.tokenizer)
-        request.first_token_time = request.first_token_time or time.perf_counter()
+        if sequence.request.first_token_time is None:
+            sequence.request.first_token_time = time.perf_counter()
         self._num_generated += 1
         if entry is not None:
             sequence.logprobs.append(entry)
-        append_token(sequence, result.sampled.token_id, self.eos_token_ids)
+        append_token(sequence, token_id, self.eos_token_ids)
 
     def _fail(self, sequence: Sequence, error: str) -> None:
         """End a sequence, and siblings that would compute the same prompt, with an error."""

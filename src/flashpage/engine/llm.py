@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flashpage.attention.triton.runtime import hash_triton_ahead
 from flashpage.cache.kv_cache import KVCache
 from flashpage.engine.collector import old_objects_spared
 from flashpage.engine.config import EngineConfig, check_log_stats, check_seed, check_size
@@ -125,6 +126,8 @@ class LLM:
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         device = check_device(device)
+        if device.type == "cuda":
+            hash_triton_ahead()
         defaults = GPU_DEFAULTS if device.type == "cuda" else CPU_DEFAULTS
         loaded = load_model(
             model,

@@ -26,12 +26,15 @@ class PlainSampling(NamedTuple):
 
 def plain_sampling(sequences: list[Sequence]) -> PlainSampling:
     """The same random numbers as `mix_seed` gives one by one, so that no batch changes a draw."""
-    params = [sequence.params for sequence in sequences]
-    seeds = np.array([sequence.seed & MASK_64 for sequence in sequences], dtype=np.uint64)
-    draws = np.array([sequence.num_chosen_tokens for sequence in sequences], dtype=np.uint64)
+    count = len(sequences)
+    seeds = np.fromiter((s.seed & MASK_64 for s in sequences), np.uint64, count)
+    # `num_chosen_tokens`, without a call for each
+    draws = np.array(
+        [len(s.token_ids) - s.num_prompt_tokens + s.num_pending for s in sequences], np.uint64
+    )
     return PlainSampling(
-        np.array([0.0 if p.is_greedy else p.temperature for p in params], dtype=np.float32),
-        np.array([p.min_p for p in params], dtype=np.float32),
+        np.array([s.temperature for s in sequences], np.float32),
+        np.array([s.params.min_p for s in sequences], np.float32),
         (mix_seeds(seeds, draws) >> np.uint64(11)) / float(1 << 53),
     )
 

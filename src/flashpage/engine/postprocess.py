@@ -19,8 +19,9 @@ def append_token(sequence: Sequence, token_id: int, eos_token_ids: frozenset[int
     """
     params = sequence.params
     sequence.token_ids.append(token_id)
-    sequence.output_counts[token_id] = sequence.output_counts.get(token_id, 0) + 1
-    num_output_tokens = sequence.num_output_tokens
+    if sequence.request.looks_back:
+        sequence.output_counts[token_id] = sequence.output_counts.get(token_id, 0) + 1
+    num_output_tokens = len(sequence.token_ids) - sequence.num_prompt_tokens
     may_stop = num_output_tokens > params.min_tokens
     is_eos = not params.ignore_eos and token_id in eos_token_ids
     is_stop_token = token_id in params.stop_token_ids

@@ -55,7 +55,8 @@ class Sequence:
     cache_chain: list[PrefixNode] = field(default_factory=list)  # nodes of the first blocks
 
     text: str = ""
-    # What penalties look at; kept as the tokens come, so that a step costs what it changes.
+    # What penalties look at, if there are any; kept as the tokens come, so that a step costs what
+    # it changes.
     output_counts: dict[int, int] = field(default_factory=dict)
     logprobs: list[TokenLogprobDict] = field(default_factory=list)
     detokenizer: IncrementalDetokenizer | None = None
@@ -65,9 +66,14 @@ class Sequence:
     error: str | None = None
 
     def __post_init__(self) -> None:
-        # Asked for many times in a step.
+        # Asked for many times in a step, and never changed.
         self.params: SamplingParams = self.request.params
+        self.is_plain: bool = self.request.is_plain
+        self.generates: bool = self.request.max_tokens > 0
+        self.min_tokens: int = self.params.min_tokens
         self.num_prompt_tokens: int = self.request.num_prompt_tokens
+        self.scores_prompt: bool = self.params.prompt_logprobs is not None
+        self.temperature: float = 0.0 if self.params.is_greedy else self.params.temperature
 
     @property
     def num_tokens(self) -> int:
@@ -92,7 +98,8 @@ class Sequence:
     @property
     def may_go_on(self) -> bool:
         """Whether a token may follow the pending one, if there is one."""
-        return self.num_chosen_tokens < self.request.max_tokens
+        num_chosen = len(self.token_ids) - self.num_prompt_tokens + self.num_pending
+        return num_chosen < self.request.max_tokens
 
     @property
     def is_finished(self) -> bool:

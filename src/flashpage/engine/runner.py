@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import accumulate, compress
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from flashpage.attention.triton.runtime import can_compile_ahead, compiling_ahead
 from flashpage.cache.kv_cache import KVCache
 from flashpage.engine.config import EngineConfig
 from flashpage.engine.cuda_graph import Capture, Ladder, Shape, StepGraphs, cuda_capture
@@ -21,6 +24,7 @@ from flashpage.layers.attention import (
     attention_order,
     build_attention_metadata,
 )
+from flashpage.layers.linear import FEW_ROWS
 from flashpage.layers.sampler import (
     RowSampling,
     SampledRow,
@@ -39,22 +43,27 @@ class ChunkResult(NamedTuple):
     """What computing a chunk has shown.
 
     is_sampled: the chunk reached the end of the known tokens, and a next one was to be chosen.
-    sampled: that token.
+    token_id, logprobs: that token, and what was asked about it; None where there is none.
     prompt_logprobs: for the prompt tokens that were owed and whose logits this chunk has made.
     error: why the sequence can not go on.
     """
 
     chunk: Chunk
-    is_sampled: bool = False
-    sampled: SampledRow | None = None
-    prompt_logprobs: SequenceOf[TokenLogprobs] = ()
-    error: str | None = None
+    is_sampled: bool
+    token_id: int | None
+    logprobs: TokenLogprobs | None
+    prompt_logprobs: SequenceOf[TokenLogprobs]
+    error: str | None
+
+
+Row = tuple[int, TokenLogprobs | None, str | None]
+"""what a `SampledRow` holds; plain, as there is one for each token"""
 
 
 class Sampled(Protocol):
     """The tokens of a step, some time after it was launched."""
 
-    def wait(self) -> SequenceOf[SampledRow]:
+    def wait(self) -> SequenceOf[Row]:
         """One row per sequence that samples."""
 
 
@@ -75,19 +84,21 @@ class Launch:
     def wait(self) -> list[ChunkResult]:
         rows = iter(self.sampled.wait())
         results = []
-        for chunk, (logprobs, error), is_sampled in zip(
+        for chunk, (scores, error), is_sampled in zip(
             self.chunks, self.scores, self.samples, strict=True
         ):
-            row = next(rows) if is_sampled else None
-            if row is not None and row.error is not None:
-                row, error = None, row.error
-            results.append(ChunkResult(chunk, is_sampled, row, logprobs, error))
+            token_id = logprobs = None
+            if is_sampled:
+                token_id, logprobs, failed = next(rows)
+                if failed is not None:
+                    token_id, logprobs, error = None, None, failed
+            results.append(ChunkResult(chunk, is_sampled, token_id, logprobs, scores, error))
         return results
 
 
-def samples(chunk: Chunk) -> bool:
-    """Whether the token after the chunk is to be chosen."""
-    return chunk.is_last and chunk.sequence.request.max_tokens > 0
+def samples(chunks: list[Chunk]) -> list[bool]:
+    """Whether the token after each chunk is to be chosen."""
+    return [chunk.is_last and chunk.sequence.generates for chunk in chunks]
 
 
 class Runner:
@@ -114,6 +125,12 @@ class Runner:
         self._ladder = Ladder(config)
         # The tokens of the last step, which the next one may start from before the host knows them.
         self._sampled = torch.zeros(self._ladder.max_rows, dtype=torch.int64, device=self._device)
+        # Where the host finds them, in turn: two steps are under way at most.
+        self._fetched: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+        if self._device.type == "cuda":
+            for _ in range(3):
+                buffer = torch.empty(len(self._sampled), dtype=torch.int64, pin_memory=True)
+                self._fetched.append((buffer, torch.cuda.Event()))
         if capture is None and self._device.type == "cuda" and not config.enforce_eager:
             capture = cuda_capture()
         self._graphs = (
@@ -129,13 +146,13 @@ class Runner:
         On a CPU they are computed when this returns. Keeps nothing but the cache's content and the
         last step's tokens on the device.
         """
-        if self._graphs is not None and all(
-            chunk.sequence.next_prompt_logprob is None for chunk in chunks
+        if self._graphs is not None and not any(
+            c.sequence.scores_prompt and c.sequence.next_prompt_logprob is not None for c in chunks
         ):
-            decodes = [c for c in chunks if c.start > 0 and c.num_tokens == 1]
+            decodes = [c for c in chunks if 0 < c.start == c.end - 1]
             # Longest contexts first: what a GPU begins last is to be short, lest all wait for it.
-            decodes.sort(key=lambda chunk: chunk.start, reverse=True)
-            others = [c for c in chunks if c.start == 0 or c.num_tokens > 1]
+            decodes.sort(key=attrgetter("start"), reverse=True)
+            others = [c for c in chunks if not 0 < c.start == c.end - 1]
             shape = self._ladder.fit(len(decodes), len(others), sum(c.num_tokens for c in others))
             return self._replay(self._graphs, shape, decodes, others)
         slices = {chunk: _slice(chunk) for chunk in chunks}
@@ -147,37 +164,59 @@ class Runner:
             self._score_prompt(chunk, hidden[end - chunk.num_tokens : end])
             for chunk, end in zip(chunks, ends, strict=True)
         ]
-        sampled_here = [samples(chunk) for chunk in chunks]
+        sampled_here = samples(chunks)
         rows = [end - 1 for end in compress(ends, sampled_here)]
         sequences = [chunk.sequence for chunk in compress(chunks, sampled_here)]
         sampled = self._sample(hidden[rows], sequences)
         return Launch(chunks, scores, sampled_here, sequences, list(range(len(rows))), sampled)
 
     @torch.inference_mode()
+    def compile_ahead(self) -> None:
+        """Compile what a first short prompt and its decodes need, kernel beside kernel."""
+        if not can_compile_ahead(self._device):
+            return
+        with compiling_ahead(self._device):
+            if self._graphs is None:
+                for context, num_tokens in ((0, FEW_ROWS), (0, 64), (FEW_ROWS, 1)):
+                    self._run_padding(context, num_tokens)
+            else:
+                for shape in self._ladder.first():
+                    self._graphs.run_padding(shape)
+
+    @torch.inference_mode()
     def warm_up(self) -> None:
         """Run what steps are made of once, on tokens that are not stored; not on a CPU."""
-        if self._device.type == "cpu":
+        if self._device.type != "cuda":
             return
-        num_tokens = self._config.max_num_batched_tokens
-        ids = torch.zeros(num_tokens, dtype=torch.int64, device=self._device)
+        if self._graphs is not None and can_compile_ahead(self._device):
+            with compiling_ahead(self._device):
+                for shape in self._ladder.distinct():
+                    self._graphs.run_padding(shape)
         for context in (0, 1):  # fresh keys, and keys in pages
-            pages = [0] * self._config.num_pages(context + num_tokens)
-            metadata = build_attention_metadata(
-                [SequenceSlice(context, num_tokens, pages)], self._kv_cache.block_size, self._device
-            )
-            metadata.slot_mapping.fill_(-1)
-            hidden = self._model(ids, torch.zeros_like(ids), self._kv_cache, metadata)
-            self._model.compute_logits(hidden[:1])
+            self._run_padding(context, self._config.max_num_batched_tokens)
         if self._graphs is not None:
             self._graphs.capture_usual()
         torch.cuda.synchronize(self._device)
+
+    def _run_padding(self, context: int, num_tokens: int) -> None:
+        """A chunk of one sequence that stores nothing, and the choice of its next token."""
+        ids = torch.zeros(num_tokens, dtype=torch.int64, device=self._device)
+        pages = [0] * self._config.num_pages(context + num_tokens)
+        metadata = build_attention_metadata(
+            [SequenceSlice(context, num_tokens, pages)], self._kv_cache.block_size, self._device
+        )
+        metadata.slot_mapping.fill_(-1)
+        hidden = self._model(ids, torch.zeros_like(ids), self._kv_cache, metadata)
+        logits = self._model.compute_logits(hidden[-1:])
+        nothing = torch.zeros(1, device=self._device)
+        sample_plain(logits, nothing, nothing, nothing.double())
 
     def _replay(
         self, graphs: StepGraphs, shape: Shape, decodes: list[Chunk], others: list[Chunk]
     ) -> Launch:
         chunks = decodes + others
         row_of = [*range(len(decodes)), *range(shape.decodes, shape.decodes + len(others))]
-        sampled_here = [samples(chunk) for chunk in chunks]
+        sampled_here = samples(chunks)
         rows = list(compress(row_of, sampled_here))
         every = [chunk.sequence for chunk in chunks]
         sequences = list(compress(every, sampled_here))
@@ -227,8 +266,7 @@ class Runner:
 
     def _all_plain(self, sequences: list[Sequence]) -> bool:
         return all(
-            s.request.is_plain
-            and (s.params.min_tokens == 0 or s.num_chosen_tokens >= s.params.min_tokens)
+            s.is_plain and (s.min_tokens == 0 or s.num_chosen_tokens >= s.min_tokens)
             for s in sequences
         )
 
@@ -242,12 +280,14 @@ class Runner:
 
     def _fetch(self, sequences: list[Sequence], rows: list[int]) -> Sampled:
         """Send the tokens of plain sampling to the host."""
-        tokens = self._sampled[: rows[-1] + 1] if rows else self._sampled[:0]
+        count = rows[-1] + 1 if rows else 0
+        tokens = self._sampled[:count]
         if self._device.type == "cpu":
             return _Fetched(tokens.clone(), None, sequences, rows)
-        host = torch.empty(len(tokens), dtype=torch.int64, pin_memory=True)
+        self._fetched.rotate()
+        buffer, event = self._fetched[0]
+        host = buffer[:count]
         host.copy_(tokens, non_blocking=True)
-        event = torch.cuda.Event()
         event.record()
         return _Fetched(host, event, sequences, rows)
 
@@ -292,12 +332,12 @@ class _Fetched:
     sequences: list[Sequence]
     rows: list[int]
 
-    def wait(self) -> list[SampledRow]:
+    def wait(self) -> list[Row]:
         if self.event is not None:
             self.event.synchronize()
         tokens = self.tokens.tolist()
         return [
-            SampledRow(tokens[row]) if tokens[row] >= 0 else SampledRow(error=_no_token(sequence))
+            (tokens[row], None, None if tokens[row] >= 0 else _no_token(sequence))
             for row, sequence in zip(self.rows, self.sequences, strict=True)
         ]
 
@@ -331,7 +371,7 @@ def _row_sampling(sequence: Sequence, eos_token_ids: frozenset[int]) -> RowSampl
     if params.repetition_penalty != 1.0:
         seen = [*sequence.request.prompt_token_set, *sequence.output_counts]
     return RowSampling(
-        temperature=0.0 if params.is_greedy else params.temperature,
+        temperature=sequence.temperature,
         uniform=(mix_seed(sequence.seed, sequence.num_chosen_tokens) >> 11) / (1 << 53),
         top_k=max(params.top_k, 0),
         top_p=params.top_p,

@@ -26,7 +26,7 @@ from flashpage.cache.prefix import PrefixCache, PrefixNode
 from flashpage.engine.config import EngineConfig
 from flashpage.engine.request import Sequence
 
-CHUNK_WORK = 1024
+CHUNK_WORK = 768
 """tokens of one prompt in a step, at most, while others decode: on an H200 they take about as long
 as a step of 32 decodes of a small model (`flashpage bench interference`)"""
 
@@ -84,33 +84,35 @@ class Scheduler:
     def schedule(self) -> list[Chunk]:
         """The chunks of the next step, at most `max_num_batched_tokens` tokens together."""
         chunks: list[Chunk] = []
-        decodes: list[Sequence] = []
         prompts: list[Sequence] = []
-        for sequence in self.running:
-            num_uncomputed = sequence.num_uncomputed_tokens
+        block_size = self._block_size
+        for sequence in list(self.running):  # a decode may take the pages of those at its end
+            start = sequence.num_computed_tokens
+            num_pending = sequence.num_pending
+            num_uncomputed = len(sequence.token_ids) + num_pending - start
             if num_uncomputed > 1:
                 prompts.append(sequence)
-            elif num_uncomputed and (sequence.may_go_on or not sequence.num_pending):
-                decodes.append(sequence)  # else its last token is on the way
-        for sequence in decodes:
-            if self._make_room(sequence, 1):
-                start = sequence.num_computed_tokens
-                chunks.append(Chunk(sequence, start, start + 1, True, sequence.generation))
+            elif num_uncomputed and (not num_pending or sequence.may_go_on):  # else it is its last
+                has_room = sequence.is_running and start < len(sequence.block_ids) * block_size
+                if has_room or self._make_room(sequence, 1):
+                    chunks.append(Chunk(sequence, start, start + 1, True, sequence.generation))
+        others_decode = bool(chunks)
         budget = self.config.max_num_batched_tokens - len(chunks)
         for sequence in prompts:
-            num_tokens = min(self._chunk_size(sequence, bool(decodes)), budget)
+            num_tokens = min(self._chunk_size(sequence, others_decode), budget)
             if num_tokens > 0 and self._make_room(sequence, num_tokens):
                 chunks.append(_chunk(sequence, num_tokens))
                 budget -= num_tokens
         while budget > 0 and (sequence := self._admit()) is not None:
-            num_tokens = min(self._chunk_size(sequence, bool(decodes)), budget)
+            num_tokens = min(self._chunk_size(sequence, others_decode), budget)
             chunks.append(_chunk(sequence, num_tokens))
             budget -= num_tokens
         return chunks
 
-    def launched(self, chunk: Chunk) -> None:
-        """Take note that a chunk is being computed: what follows it can be scheduled."""
-        chunk.sequence.num_computed_tokens = chunk.end
+    def launched(self, chunks: list[Chunk]) -> None:
+        """Take note that chunks are being computed: what follows them can be scheduled."""
+        for chunk in chunks:
+            chunk.sequence.num_computed_tokens = chunk.end
 
     def commit(self, chunk: Chunk) -> None:
         """Take note that a chunk's keys and values are in the cache; its full blocks can be hit."""
@@ -118,8 +120,10 @@ class Scheduler:
         if self.prefix_cache is None or chunk.generation != sequence.generation:
             return
         sequence.num_committed_tokens = chunk.end
-        block_size = self.config.block_size
+        block_size = self._block_size
         chain = sequence.cache_chain
+        if chunk.end < (len(chain) + 1) * block_size:
+            return
         for i in range(len(chain), chunk.end // block_size):
             parent = chain[-1] if chain else self.prefix_cache.root
             tokens = sequence.token_ids[i * block_size : (i + 1) * block_size]

@@ -95,9 +95,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`(rms_norm(x + residual), x + residual)`, the sum rounded to the dtype of x first."""
+    """`(rms_norm(x + residual), x + residual)`, the sum rounded to the dtype of residual first.
+
+    x: as residual, or float32 parts of it `[parts, *residual.shape]`: their sum is rounded too.
+    """
     if on_gpu(x, residual, weight):
         return _triton().add_rms_norm(x, residual, weight, eps)
+    if x.dim() > residual.dim():
+        x = x.sum(0).to(residual.dtype)
     if not _can_fuse(x, residual, weight):
         return add_rms_norm_torch(x, residual, weight, eps)
     x, residual = x.contiguous(), residual.contiguous()

@@ -20,6 +20,12 @@ ONE_ROW_BYTES = 2**28
 """so many. Measured on an H200 with benchmarks/linear.py: with the steps around them, products of
 Qwen3-0.6B take 0.3 (1 row) to 0.8 (4 rows) of cuBLAS's time, and 1.2 at 8 rows; those of Llama-3-8B
 0.7 to 1.0 at 1 row and twice as long at 8; a head of 300 MB is read at full speed by cuBLAS."""
+SOME_ROWS = 256
+"""rows of x up to which, from FEW_ROWS on, the kernel of `triton_products` serves a weight of at
+most FEW_ROWS_BYTES, if its sums can be left in parts for a norm; and"""
+SOME_GATED_ROWS = 128
+"""if a gate follows. On an H200, with the norm or SiLU after it, 0.6 (8 rows) to 0.8 (256) of
+cuBLAS's time, and 0.7 to 0.8; a product that nothing follows is as fast by cuBLAS."""
 
 
 class Linear(nn.Module):
@@ -59,6 +65,15 @@ class Linear(nn.Module):
             return _few_rows().linear(x, self.weight, self.bias)
         return F.linear(x, self.weight, self.bias)
 
+    def for_norm(self, x: Tensor) -> Tensor:
+        """`forward`, or where that is faster parts whose sum it is, for `RMSNorm.add`.
+
+        x `[rows, in_features]` -> `[rows, out_features]`, or float32 `[parts, rows, out_features]`.
+        """
+        if self.takes_some_rows(x, SOME_ROWS):
+            return _some_rows().product(x, self.weight, self.bias)
+        return self(x)
+
     def takes_few_rows(self, x: Tensor) -> bool:
         """Whether the kernels for a few rows serve this x: the one place that decides it."""
         num_rows = x.numel() // self.in_features
@@ -66,10 +81,29 @@ class Linear(nn.Module):
             self.weight is not None
             and 0 < num_rows <= FEW_ROWS
             and self.weight.nbytes <= (ONE_ROW_BYTES if num_rows == 1 else FEW_ROWS_BYTES)
-            and self.weight.dtype == x.dtype
+            and self._fits_kernels(x)
+            and capability(x.device) >= 80
+        )
+
+    def takes_some_rows(self, x: Tensor, up_to: int) -> bool:
+        """Whether the kernel for some rows serves this x, if something it can do follows."""
+        return (
+            self.weight is not None
+            and x.dim() == 2
+            and FEW_ROWS < x.shape[0] <= up_to
+            and x.stride(1) == 1
+            and x.element_size() == 2
+            and self.weight.nbytes <= FEW_ROWS_BYTES
+            and self._fits_kernels(x)
+            and capability(x.device) == 90  # where it was measured
+        )
+
+    def _fits_kernels(self, x: Tensor) -> bool:
+        assert self.weight is not None
+        return (
+            self.weight.dtype == x.dtype
             and self.weight.stride(1) == 1
             and fused.on_gpu(x, self.weight)
-            and capability(x.device) >= 80
         )
 
     def prepare(self) -> None:
@@ -102,16 +136,19 @@ def add_norm_linear(
     """`(linear(norm(x + residual)), x + residual)`; with `gated`, `silu_and_mul` of the first.
 
     Args:
-        x, residual: `[..., in_features]`.
+        x: `[..., in_features]`, or parts of it from `Linear.for_norm`.
+        residual: `[..., in_features]`.
 
     Returns:
         `[..., out_features]` (gated: half of that), and the sum, rounded, `[..., in_features]`.
     """
-    if linear.takes_few_rows(x):
+    if linear.takes_few_rows(residual):
         return _few_rows().add_norm_linear(
             x, residual, norm.weight, norm.eps, linear.weight, linear.bias, gated=gated
         )
     normed, total = norm.add(x, residual)
+    if gated and linear.takes_some_rows(normed, SOME_GATED_ROWS):
+        return _some_rows().product(normed, linear.weight, linear.bias, gated=True), total
     out = linear(normed)
     return (fused.silu_and_mul(out) if gated else out), total
 
@@ -120,6 +157,12 @@ def _few_rows() -> ModuleType:
     from flashpage.layers import triton_linear
 
     return triton_linear
+
+
+def _some_rows() -> ModuleType:
+    from flashpage.layers import triton_products
+
+    return triton_products
 
 
 def can_pack(weight: Tensor) -> bool:

@@ -33,7 +33,10 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """`(norm(x + residual), x + residual)`, each `[..., size]`, in one pass."""
+        """`(norm(x + residual), x + residual)`, each `[..., size]`, in one pass.
+
+        x may be in parts, as `Linear.for_norm` gives them: `[parts, ..., size]`, float32.
+        """
         return add_rms_norm(x, residual, self.weight, self.eps)
 
     def extra_repr(self) -> str:

@@ -21,7 +21,7 @@ HEADS = 8
 """heads of a program that rotates"""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _add_rms_norm_kernel(
     x_ptr,
     residual_ptr,
@@ -30,7 +30,9 @@ def _add_rms_norm_kernel(
     total_ptr,
     stride_x,
     stride_residual,
+    num_rows,
     eps,
+    PARTS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -42,6 +44,10 @@ def _add_rms_norm_kernel(
     columns = tl.arange(0, BLOCK)
     mask = columns < SIZE
     x = tl.load(x_ptr + row * stride_x + columns, mask=mask, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        place = x_ptr + (row + part * num_rows) * stride_x + columns
+        x += tl.load(place, mask=mask, other=0.0)
+    x = x.to(out_ptr.dtype.element_ty)
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + row * stride_residual + columns, mask=mask, other=0.0)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
@@ -58,18 +64,26 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """`(rms_norm(x + residual), x + residual)`; without a residual `(rms_norm(x), x)`.
 
-    x, residual: `[..., size]`; the results are contiguous.
+    Args:
+        x: `[..., size]`, or with a residual dense float32 parts `[parts, ..., size]` of it.
+        residual: `[..., size]`.
+
+    Returns:
+        contiguous tensors, of the dtype of residual (without one: of x).
     """
     size = x.shape[-1]
     rows = _as_rows(x)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    total = torch.empty_like(out) if residual is not None else x
-    others = _as_rows(residual) if residual is not None else None
+    num_parts = 1 if residual is None or x.dim() == residual.dim() else x.shape[0]
+    whole = x if residual is None else residual
+    out = torch.empty(whole.shape, dtype=whole.dtype, device=x.device)
+    total = x if residual is None else torch.empty_like(out)
+    others = None if residual is None else _as_rows(residual)
     if out.numel() > 0:
+        num_rows = out.numel() // size
         block = next_power_of_2(size)
         overlap = runtime.overlap(x.device)
         with runtime.on_device(x.device):
-            _add_rms_norm_kernel[(rows.shape[0],)](
+            runtime.launch(_add_rms_norm_kernel, (num_rows,))(
                 rows,
                 others,
                 weight,
@@ -77,7 +91,9 @@ def add_rms_norm(
                 total,
                 rows.stride(0),
                 0 if others is None else others.stride(0),
+                num_rows,
                 eps,
+                PARTS=num_parts,
                 SIZE=size,
                 BLOCK=block,
                 OVERLAP=bool(overlap),
@@ -118,7 +134,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
         num_blocks = cdiv(size, BLOCK)
         overlap = runtime.overlap(out.device)
         with runtime.on_device(out.device):
-            _silu_and_mul_kernel[(rows.shape[0] * num_blocks,)](
+            runtime.launch(_silu_and_mul_kernel, (rows.shape[0] * num_blocks,))(
                 rows,
                 out,
                 rows.stride(0),
@@ -234,7 +250,7 @@ def rotate_and_store(
     if num_tokens > 0:
         overlap = runtime.overlap(qkv.device)
         with runtime.on_device(qkv.device):
-            _rotate_and_store_kernel[(num_tokens * cdiv(num_heads, HEADS),)](
+            runtime.launch(_rotate_and_store_kernel, (num_tokens * cdiv(num_heads, HEADS),))(
                 qkv,
                 q_weight,
                 k_weight,

@@ -107,7 +107,8 @@ def _scales(
             x = _rows_chunk(x_ptr, rows, stride_x, place, K, BLOCK)
             residual = _rows_chunk(residual_ptr, rows, stride_residual, place, K, BLOCK)
             total = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype).to(tl.float32)
-            squares += total * total
+            # One rounding, however the loop is unrolled: a row's scale is the same in any company.
+            squares = tl.fma(total, total, squares)
     return 1.0 / tl.sqrt_rn(tl.sum(squares, 1) / K + eps)
 
 
@@ -288,7 +289,7 @@ def _launch(
     tile = tile or choose_tile(n, k, x.element_size(), num_rows)
     overlap = runtime.overlap(x.device)
     with runtime.on_device(x.device):
-        _linear_kernel[(cdiv(n, tile.block_n),)](
+        runtime.launch(_linear_kernel, (cdiv(n, tile.block_n),))(
             rows,
             others,
             norm_weight,

@@ -158,11 +158,13 @@ def sample_plain(logits: Tensor, temperature: Tensor, min_p: Tensor, uniform: Te
     overlap = runtime.overlap(logits.device)
     options = {"BLOCK": BLOCK, "OVERLAP": bool(overlap), "num_warps": _WARPS, **overlap}
     with runtime.on_device(logits.device):
-        _maxima_kernel[(num_rows * num_blocks,)](logits, maxima, places, *sizes, **options)
-        _sums_kernel[(num_rows * num_blocks,)](
+        runtime.launch(_maxima_kernel, (num_rows * num_blocks,))(
+            logits, maxima, places, *sizes, **options
+        )
+        runtime.launch(_sums_kernel, (num_rows * num_blocks,))(
             logits, maxima, sums, temperature, min_p, *sizes, BLOCKS=blocks, **options
         )
-        _choose_kernel[(num_rows,)](
+        runtime.launch(_choose_kernel, (num_rows,))(
             logits, maxima, places, sums, temperature, min_p, uniform, tokens, *sizes,
             BLOCKS=blocks, **options,
         )  # fmt: skip

@@ -50,7 +50,10 @@ class Attention(nn.Module):
         kv_cache: KVCache,
         metadata: AttentionMetadata,
     ) -> tuple[Tensor, Tensor]:
-        """Attention over `norm(hidden + residual)`, and that sum; all `[T, hidden_size]`."""
+        """Attention over `norm(hidden + residual)`, and that sum; all `[T, hidden_size]`.
+
+        hidden may come, and what stands for it goes, in parts: see `Linear.for_norm`.
+        """
         qkv, residual = add_norm_linear(hidden, residual, norm, self.qkv_proj)
         qkv = qkv.unflatten(-1, (-1, self.head_dim))
         layer = self.attention.layer_index
@@ -64,7 +67,7 @@ class Attention(nn.Module):
             kv_cache.v[layer],
             metadata.slot_mapping,
         )
-        return self.o_proj(self.attention(q, k, v, kv_cache, metadata)), residual
+        return self.o_proj.for_norm(self.attention(q, k, v, kv_cache, metadata)), residual
 
     def head_norms(self) -> tuple[Tensor | None, Tensor | None, float]:
         """Weights `[head_dim]` of the norms of q's and k's heads, and their epsilon."""
@@ -94,7 +97,7 @@ class GatedMlp(nn.Module):
     def forward(self, hidden: Tensor, residual: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
         """The feed-forward of `norm(hidden + residual)`, and that sum; all `[T, hidden_size]`."""
         gated, residual = add_norm_linear(hidden, residual, norm, self.gate_up_proj, gated=True)
-        return self.down_proj(gated), residual
+        return self.down_proj.for_norm(gated), residual
 
 
 class DecoderLayer(nn.Module):

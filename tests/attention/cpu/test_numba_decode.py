@@ -1,4 +1,4 @@
-"""How the numba kernel is called: threads, compile message, concurrency. Its results are tested
+"""How the numba kernel is called: threads, concurrency. Its results are tested
 in `test_kvcache`."""
 
 from __future__ import annotations
@@ -45,30 +45,6 @@ for threads in (1, 2):
         assert torch.get_num_threads() == threads, (threads, torch.get_num_threads())
 """
     run_script(script)
-
-
-def test_compiling_is_said_once_and_kept_on_disk(tmp_path):
-    """In a package copy of its own, so that its cache folder is empty."""
-    import shutil
-    from pathlib import Path
-
-    shutil.copytree(
-        Path(flashpage.__file__).parent,
-        tmp_path / "flashpage",
-        ignore=shutil.ignore_patterns("__pycache__"),
-    )
-    script = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{DECODE}\ndecode(4); decode(5)"
-    first, second = run_script(script), run_script(script)
-    assert first.stderr.count("compiled flashpage's CPU kernel 'decode' in") == 1
-    assert "compil" not in second.stderr
-    # A damaged file, as a full disk leaves it, is compiled anew.
-    folder = tmp_path / "flashpage" / "attention" / "cpu" / "__pycache__"
-    kept = list(folder.glob("numba_kernel.decode-*.nb[ic]"))
-    assert kept
-    for file in kept:
-        file.write_bytes(file.read_bytes()[:100])
-    third = run_script(script)
-    assert third.stderr.count("compiled flashpage's CPU kernel 'decode' in") == 1
 
 
 def test_calls_from_several_threads():

@@ -42,6 +42,7 @@ from flashpage.attention.triton.decode import decode
 from flashpage.attention.triton.forward import forward
 from flashpage.layers.triton_kernels import add_rms_norm, rotate_and_store, silu_and_mul
 from flashpage.layers.triton_linear import add_norm_linear, linear
+from flashpage.layers.triton_products import product
 from flashpage.layers.triton_sampler import sample_plain
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -240,6 +241,15 @@ def compile_few_rows(dtype: torch.dtype, num_rows: int, hidden: int, intermediat
     linear(gated, down, x[0])
 
 
+def compile_some_rows(dtype: torch.dtype, num_rows: int, hidden: int, intermediate: int) -> None:
+    """A product in parts and the norm that adds them up, and a gated one."""
+    x = torch.empty(num_rows, hidden, dtype=dtype)
+    up = torch.empty(2 * intermediate, hidden, dtype=dtype)
+    down = torch.empty(hidden, intermediate, dtype=dtype)
+    gated = product(x, up, None, gated=True)
+    add_rms_norm(product(gated, down, x[0]), x, x[0], 1e-6)
+
+
 QWEN3_06B, LLAMA3_8B = (1024, 3072), (4096, 14336)
 
 
@@ -279,6 +289,9 @@ def representative() -> Iterator[Case]:
         for rows in (1, 8):
             few = partial(compile_few_rows, BF16, rows, *QWEN3_06B)
             yield Case(f"products of {rows} rows", capability, few, True)
+    for rows in (5, 128):
+        some = partial(compile_some_rows, BF16, rows, *QWEN3_06B)
+        yield Case(f"products of {rows} rows, in parts", 90, some, True)
     few = partial(compile_few_rows, BF16, 2, *LLAMA3_8B)
     yield Case("products of 2 rows, wide", 90, few, True)
     yield Case("cache", 90, lambda: compile_cache(BF16, 128, 16), True)

@@ -17,7 +17,7 @@ from flashpage.attention.triton.decode import (
     decode,
     launch,
 )
-from kernels import DEVICE, DTYPES
+from kernels import DEVICE, DTYPES, poisoned  # noqa: F401 - a fixture
 from oracles import assert_as_good, dense
 
 SMALL = Tile(16, 16, 4, 1, 2)
@@ -44,7 +44,6 @@ class Call:
     num_splits: int = 0
     tile: Tile | None = SMALL
     """None: as chosen"""
-    fused: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -115,7 +114,7 @@ class Call:
             return decode(problem, inputs)
         out = torch.full(self.q.shape, 7.0, device=DEVICE, dtype=self.dtype)
         lse = torch.full((len(self.lengths), h, self.seqlen_q), 7.0, device=DEVICE)
-        launch(problem, inputs, out, lse, self.tile, self.num_splits or 3, fused=self.fused)
+        launch(problem, inputs, out, lse, self.tile, self.num_splits or 3)
         return out, lse
 
     def expected(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -196,19 +195,6 @@ def test_splits_and_tiles(num_splits, tile):
     call = Call([33, 70], 9, 70, (2, 1, 16), block_size=8, num_splits=num_splits, tile=tile)
     call.check()
     replace(call, options={"causal": True, "window_size": (20, -1)}).check()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("heads", [(3, 3, 16), (9, 3, 59), (8, 1, 16)])
-@pytest.mark.parametrize(("seqlen_q", "num_splits"), [(1, 2), (1, 9), (5, 3)])
-def test_parts_joined_by_the_last_program(dtype, heads, seqlen_q, num_splits):
-    call = Call(
-        [33, 0, 70], seqlen_q, 70, heads, dtype, 8, num_splits=num_splits, fused=True,
-        options={"causal": True},
-    )  # fmt: skip
-    call.check()
-    options = {"window_size": (20, 3), "softcap": 1.5, "alibi_slopes": torch.rand(heads[0])}
-    replace(call, options=options).check()
 
 
 def test_a_long_context_is_split_by_itself():
@@ -434,73 +420,31 @@ def test_a_captured_graph_replays_with_other_lengths(num_splits):
             torch.testing.assert_close(out[i].double(), exact, rtol=1e-5, atol=1e-5)
 
 
-def fused_calls(count: int) -> list[Any]:
-    """Functions that decode the same each time, joined by the last program, and what they gave."""
-    found = []
-    for i in range(count):
-        call = Call(
-            [900 - i, 77, 0, 1024], 1 + i, 1024, (16, 4, 64), torch.bfloat16, 16, num_splits=7
-        )
-        problem = Problem("paged", call.q.device, call.q.dtype, 16, 4, 64, 0.125)
-        inputs = DecodeInputs(
-            call.q, call.k_cache, call.v_cache, ints(call.lengths), 0, call.table.to(DEVICE),
-            None, None, None, 7,
-        )  # fmt: skip
-        tile = Tile(16, 64, 4, 2, 2)
-
-        def run(problem=problem, inputs=inputs, tile=tile) -> tuple[torch.Tensor, torch.Tensor]:
-            batch, seqlen_q, heads, _ = inputs.q.shape
-            out = torch.full_like(inputs.q, torch.nan)
-            lse = torch.full((batch, heads, seqlen_q), torch.nan, device=DEVICE)
-            launch(problem, inputs, out, lse, tile, 7, fused=True)
-            return out, lse
-
-        low, exact = call.expected(call.dtype), call.expected(torch.float64)
-        out, lse = run()
-        assert_as_good(out, exact[0], low[0])
-        assert_as_good(lse, exact[1], low[1], "lse")
-        found.append((run, out, lse))
-    return found
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 16), (128, 16), (128, 256)])
+@pytest.mark.parametrize("seqlen_q", [1, 4, 8, 16])
+@pytest.mark.parametrize("num_splits", [0, 1, 7])
+def test_rows_of_several_queries_with_the_chosen_tile(head_dim, block_size, seqlen_q, num_splits):
+    call = Call(
+        [300, 16, 0, 1023], seqlen_q, 1024, (16, 2, head_dim), torch.bfloat16, block_size,
+        num_splits=num_splits, tile=None, options={"causal": True},
+    )  # fmt: skip
+    call.check()
 
 
 @pytest.mark.gpu
-def test_fused_200_times_bitwise():
-    for run, out, lse in fused_calls(4):
-        for _ in range(200):
-            again = run()
-            assert torch.equal(again[0], out)
-            assert torch.equal(again[1], lse)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("captured", [False, True])
-def test_fused_side_by_side(captured):
-    """Launches on two streams, or graphs captured one after the other and replayed so, do not count
-    together."""
-    calls = fused_calls(4)
-    torch.cuda.synchronize()
-    streams = [torch.cuda.Stream() for _ in calls]
-    works = [run for run, _, _ in calls]
-    results: list[Any] = [None] * len(calls)
-    if captured:
-        graphs = [torch.cuda.CUDAGraph() for _ in calls]
-        for i, graph in enumerate(graphs):
-            with torch.cuda.graph(graph):
-                for _ in range(20):
-                    results[i] = works[i]()
-    for _ in range(50):
-        for i, stream in enumerate(streams):
-            with torch.cuda.stream(stream):
-                if captured:
-                    for x in results[i]:
-                        x.fill_(torch.nan)
-                    graphs[i].replay()
-                else:
-                    results[i] = works[i]()
-        torch.cuda.synchronize()
-        for got, (_, out, lse) in zip(results, calls, strict=True):
-            assert torch.equal(got[0], out)
-            assert torch.equal(got[1], lse)
+@pytest.mark.parametrize(("seqlen_q", "num_splits"), [(1, 0), (1, 7), (5, 1), (16, 9)])
+def test_200_times_bitwise(seqlen_q, num_splits):
+    call = Call(
+        [900, 77, 0, 1024], seqlen_q, 1024, (16, 2, 128), torch.bfloat16, 16,
+        num_splits=num_splits, tile=None,
+    )  # fmt: skip
+    out, lse = call.run()
+    for _ in range(200):
+        again = call.run()
+        assert torch.equal(again[0], out)
+        assert torch.equal(again[1], lse)
 
 
 @pytest.mark.gpu

@@ -369,7 +369,7 @@ def test_pointers_serve_what_descriptors_cannot():
     if DEVICE.type == "cpu" or runtime.capability(DEVICE) >= 90:
         assert runtime.descriptors_fit(q, k, v)
     assert not runtime.descriptors_fit(*shifted)
-    with kernels():
+    with dispatch.only(BACKENDS[-1]):  # another before it may have kernels of its own for one
         a, b = flash_attn_func(q, k, v, causal=True), flash_attn_func(*shifted, causal=True)
     assert torch.equal(a, b)
 

@@ -14,6 +14,8 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from flashpage.attention.cpu import numba_cache
+
 # numba knows no bfloat16: 16-bit values come and go as uint16, and one of these says what they are.
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 
@@ -26,10 +28,7 @@ def jit(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
         settings = {"fastmath": _FAST, "nogil": True, "error_model": "numpy", **options}
-        try:
-            return numba.njit(cache=True, **settings)(function)
-        except RuntimeError:  # numba found no writable folder for its cache
-            return numba.njit(**settings)(function)
+        return numba_cache.keep(numba.njit(**settings)(function))
 
     return wrap
 

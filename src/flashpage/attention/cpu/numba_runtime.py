@@ -98,10 +98,9 @@ def _first_call(kernel: Any, *args: object) -> Any:
 
 
 def _discard_kept_code(kernel: Any) -> bool:
-    """Delete what numba keeps of our kernels; returns whether there was anything."""
-    math = kernels("flashpage.attention.cpu.numba_math")
-    folders = {kernel.stats.cache_path, math.load.stats.cache_path} - {None}
-    kept = [file for folder in folders for file in Path(folder).glob("numba_*.nb[ic]")]
+    """Delete all kernels that are kept; returns whether there were any."""
+    folder = kernel.stats.cache_path
+    kept = [] if folder is None else list(Path(folder).glob("*.nb[ic]"))
     for file in kept:
         file.unlink(missing_ok=True)
     return bool(kept)

@@ -102,7 +102,7 @@ def _launch(
         "BLOCK_M": block_m,
         "VARLEN": varlen,
     }
-    prepare_kernel[(num_lanes * num_tiles_m,)](
+    runtime.launch(prepare_kernel, (num_lanes * num_tiles_m,))(
         out,
         dout,
         softmax_lse,
@@ -116,7 +116,7 @@ def _launch(
         num_warps=4,
     )
     row_bytes = max(1, x.max_seqlen_q * problem.group_size * block_d * 8)
-    backward_kernel[(num_tiles_n * num_heads,)](
+    runtime.launch(backward_kernel, (num_tiles_n * num_heads,))(
         make(x.q, block_m, block_d),
         make(x.k, block_n, block_d),
         make(x.v, block_n, block_d),
@@ -151,6 +151,6 @@ def _launch(
         num_warps=8,
     )
     if dq is not None:
-        finish_kernel[(num_lanes * num_tiles_m,)](
+        runtime.launch(finish_kernel, (num_lanes * num_tiles_m,))(
             sums, dq, places[0], problem.softmax_scale, *places[1:], **constants, num_warps=4
         )

@@ -120,7 +120,7 @@ def launch(
     if tiles.persistent:
         grid = min(num_tiles, runtime.num_multiprocessors(x.q.device))
         counter = torch.zeros(1, dtype=torch.int32, device=x.q.device)
-    forward_kernel[(grid,)](
+    runtime.launch(forward_kernel, (grid,))(
         q_desc,
         k_desc,
         v_desc,

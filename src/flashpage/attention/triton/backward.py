@@ -214,7 +214,7 @@ def _launch(
     )
     options = switches(problem)
     num_lanes_q, num_lanes_kv = num_lanes * num_q_heads, num_lanes * num_kv_heads
-    dq_kernel[(num_blocks_q * num_lanes_q,)](
+    runtime.launch(dq_kernel, (num_blocks_q * num_lanes_q,))(
         q,
         walked(k, of_dq.block_n),
         walked(v, of_dq.block_n),
@@ -238,7 +238,7 @@ def _launch(
     )
     if dk is None:
         return
-    dkdv_kernel[(num_blocks_k * num_lanes_kv,)](
+    runtime.launch(dkdv_kernel, (num_blocks_k * num_lanes_kv,))(
         walked(q, of_dkdv.block_m),
         k,
         v,

@@ -353,7 +353,7 @@ def append_kv(
     strides = [stride for x in tensors for stride in x.stride()[:3]]
     align = alignment(*tensors)
     with runtime.on_device(q.device):
-        _append_kernel[(batch * num_tokens * parts,)](
+        runtime.launch(_append_kernel, (batch * num_tokens * parts,))(
             q,
             k,
             v,
@@ -413,7 +413,7 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     block_d = next_power_of_2(head_dim)
     block_h = _heads_of_program(num_heads, block_d)
     with runtime.on_device(k.device):
-        _store_kernel[(k.shape[0] * cdiv(num_heads, block_h),)](
+        runtime.launch(_store_kernel, (k.shape[0] * cdiv(num_heads, block_h),))(
             *tensors,
             slot_mapping.contiguous(),
             *(

@@ -39,58 +39,6 @@ def empty_parts(out: Tensor, num_splits: int) -> Parts:
     return Parts(partial, *torch.empty(2, *rows, num_splits, dtype=torch.float32, device=device))
 
 
-@triton.jit
-def join_parts(
-    partial_ptr,
-    max_ptr,
-    sum_ptr,
-    places,
-    real,
-    scale2,
-    num_splits,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
-    """`(out, lse)` of the rows whose first parts lie at `places`, where `real`: float32 `[rows,
-    BLOCK_D]` and `[rows]`. BLOCK_S parts at a time, in the order of their index, weighted by the
-    distance of their maxima.
-
-    Read past the first-level cache: another program of the same kernel may have written them.
-    """
-    dims = tl.arange(0, BLOCK_D)
-    m = tl.full([places.shape[0]], float("-inf"), tl.float32)
-    l = tl.zeros([places.shape[0]], tl.float32)  # noqa: E741 - the field's name
-    acc = tl.zeros([places.shape[0], BLOCK_D], tl.float32)
-    for first in range(0, num_splits, BLOCK_S):
-        splits = first + tl.arange(0, BLOCK_S)
-        there = real[:, None] & (splits < num_splits)[None, :]
-        place = places[:, None] + splits[None, :]
-        m_part = tl.load(max_ptr + place, mask=there, other=float("-inf"), cache_modifier=".cg")
-        l_part = tl.load(sum_ptr + place, mask=there, other=0.0, cache_modifier=".cg")
-        # Read before it is known which parts are empty: one trip to memory, not two.
-        partial = tl.load(
-            partial_ptr + (place * HEAD_DIM)[:, :, None] + dims[None, None, :],
-            mask=there[:, :, None] & (dims < HEAD_DIM)[None, None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        m_new = tl.maximum(m, tl.max(m_part, 1))
-        top = tl.where(m_new == float("-inf"), 0.0, m_new)
-        fade = tl.exp2((m - top) * scale2)
-        weight = tl.exp2((m_part - top[:, None]) * scale2)
-        # A part without keys may have written nothing: what lies there may be NaN.
-        filled = (m_part > float("-inf"))[:, :, None]
-        l = l * fade + tl.sum(weight * l_part, 1)  # noqa: E741
-        joined = tl.sum(tl.where(filled, partial * weight[:, :, None], 0.0), 1)
-        acc = acc * fade[:, None] + joined
-        m = m_new
-    empty = l == 0
-    acc = tl.where(empty, 0.0, 1.0 / l)[:, None] * acc
-    lse = tl.where(empty, float("inf"), (m * scale2 + tl.log2(l)) * LN2)
-    return acc, lse
-
-
 @triton.jit(
     do_not_specialize=["scale2", "num_rows", "num_q_heads", "seqlen_q", "num_splits"],
 )
@@ -111,17 +59,34 @@ def _combine_kernel(
     BLOCK_S: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Join the parts of each row."""
+    """Sum the parts of each row, weighted by the distance of their maxima."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    splits = tl.arange(0, BLOCK_S)
     dims = tl.arange(0, BLOCK_D)
     real = rows < num_rows
+    there = real[:, None] & (splits < num_splits)[None, :]
+    place = rows[:, None] * num_splits + splits[None, :]
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
-    acc, lse = join_parts(
-        partial_ptr, max_ptr, sum_ptr, rows * num_splits, real, scale2, num_splits, HEAD_DIM,
-        BLOCK_D, BLOCK_S,
-    )  # fmt: skip
+    m = tl.load(max_ptr + place, mask=there, other=float("-inf"))
+    l = tl.load(sum_ptr + place, mask=there, other=0.0)  # noqa: E741 - the field's name
+    # Read before it is known which parts are empty: one trip to memory, not two.
+    partial = tl.load(
+        partial_ptr + (place * HEAD_DIM)[:, :, None] + dims[None, None, :],
+        mask=there[:, :, None] & (dims < HEAD_DIM)[None, None, :],
+        other=0.0,
+    )
+    m_row = tl.max(m, 1)
+    top = tl.where(m_row == float("-inf"), 0.0, m_row)
+    weight = tl.exp2((m - top[:, None]) * scale2)
+    total = tl.sum(weight * l, 1)
+    # A part without keys may have written nothing: what lies there may be NaN.
+    filled = (m > float("-inf"))[:, :, None]
+    acc = tl.sum(tl.where(filled, partial * weight[:, :, None], 0.0), 1)
+    empty = total == 0
+    acc = tl.where(empty, 0.0, 1.0 / total)[:, None] * acc
+    lse = tl.where(empty, float("inf"), (top * scale2 + tl.log2(total)) * LN2)
     tl.store(
         out_ptr + (rows * HEAD_DIM)[:, None] + dims[None, :],
         acc.to(out_ptr.dtype.element_ty),
@@ -140,7 +105,7 @@ def combine(problem: Problem, parts: Parts, out: Tensor, lse: Tensor) -> None:
     block_s = 8 if num_splits <= 8 else 32 if num_splits <= 32 else MAX_NUM_SPLITS
     block_r = 4 if block_s == 8 else 1
     overlap = runtime.overlap(out.device)
-    _combine_kernel[(cdiv(num_rows, block_r),)](
+    runtime.launch(_combine_kernel, (cdiv(num_rows, block_r),))(
         *parts,
         out,
         lse,

@@ -47,7 +47,7 @@ class Tile:
     depth: int
     """blocks of keys on their way while one is worked on"""
     per_multiprocessor: int
-    """programs that use a multiprocessor's share of the bandwidth; half as many again fit it"""
+    """programs that run on a multiprocessor at the same time, by its memory and registers"""
 
     def num_stages(self, paged: bool) -> int:
         """Of Triton's pipeline, which shares them out over loads that wait for each other."""
@@ -64,19 +64,27 @@ def choose_tile(capability: int, head_dim: int, element_size: int, num_rows: int
     bytes_per_key = 2 * padded_head_dim(head_dim) * element_size
     # Without matrix units (float32) and with wide heads, more rows do not fit the registers.
     most_rows = 16 if element_size > 2 else 32 if head_dim > 128 else 64
+    if most_rows == 64 and capability == 90:
+        most_rows = 128  # tiles of the same keys would read them twice, if only from the cache
     block_m = min(most_rows, max(16, next_power_of_2(num_rows)))
     # Bytes of keys and values in one block, and blocks on their way: by the shared memory.
     if capability in (80, 90, 100, 103):
-        block_bytes, depth, per_multiprocessor = 32768, 2, 2
+        block_bytes, depth = 32768, 2
     elif capability > 80:
-        block_bytes, depth, per_multiprocessor = 16384, 2, 2
+        block_bytes, depth = 16384, 2
     else:
-        block_bytes, depth, per_multiprocessor = 16384, 1, 2
+        block_bytes, depth = 16384, 1
     if element_size > 2 or head_dim * element_size % 16 != 0:
         # Products without matrix units, and heads that are fetched through registers.
         block_bytes, depth = block_bytes // 2, 1
     block_n = max(16, min(128, block_bytes // bytes_per_key))
-    return Tile(block_m, block_n, 8 if block_m == 64 else 4, depth, per_multiprocessor)
+    num_warps = 8 if block_m >= 64 else 4
+    per_multiprocessor = 3 if block_m == 16 and capability >= 90 else 2
+    if capability == 90 and block_m == 64:
+        num_warps = 4  # a warpgroup, of which two then fit
+    elif block_m == 128:
+        depth, per_multiprocessor = depth + 1, 1
+    return Tile(block_m, block_n, num_warps, depth, per_multiprocessor)
 
 
 @lru_cache(maxsize=1024)
@@ -84,21 +92,18 @@ def choose_num_splits(num_programs: int, slots: int, max_blocks: int) -> int:
     """Parts of the keys: the fewest that keep the GPU's memory as busy as any number does, or 98 %
     of that, as a model of it says.
 
-    num_programs: programs without splitting; slots: programs that use the whole bandwidth, half
-    as many again run at the same time; max_blocks: blocks of keys that the longest sequence can
-    have.
+    num_programs: programs without splitting; slots: programs that run at the same time;
+    max_blocks: blocks of keys that the longest sequence can have.
     """
 
     def busy(splits: int) -> float:
         programs = num_programs * splits
-        if programs <= slots:
-            used = programs / slots
-        else:
-            # In the last round some multiprocessors have less to do; half of it is made up for.
-            idle = -programs % (slots + slots // 2)
-            used = programs / (programs + idle / 2)
-        blocks = max_blocks / splits
-        return used * blocks / (blocks + 1)  # starting and ending a program take about a block
+        # Slots that stay empty. Where programs are set up while others still run, these leave some
+        # multiprocessors full and others not; in a last round of several half is made up for.
+        idle = -programs % slots
+        used = programs / (programs + (idle if programs <= slots else idle / 2))
+        # Parts are whole blocks, and starting and ending a program take about a block.
+        return used * max_blocks / splits / (cdiv(max_blocks, splits) + 1)
 
     candidates = range(1, max(1, min(max_blocks, MAX_NUM_SPLITS)) + 1)
     best = max(map(busy, candidates))
@@ -145,28 +150,15 @@ def launch(
     softmax_lse: Tensor,
     tile: Tile,
     num_splits: int,
-    *,
-    fused: bool = False,
 ) -> None:
-    """Write `out` and `softmax_lse`, contiguous, with a given tile and number of splits.
-
-    fused: the parts of a tile are joined by the last program of it, not by a second kernel.
-    """
+    """Write `out` and `softmax_lse`, contiguous, with a given tile and number of splits."""
     with runtime.on_device(out.device):
         if num_splits == 1:
-            _launch_split(problem, inputs, None, out, softmax_lse, None, tile, 1)
+            _launch_split(problem, inputs, out, softmax_lse, None, tile, 1)
             return
         parts = empty_parts(out, num_splits)
-        counters = None
-        if fused:
-            num_tiles = cdiv(problem.group_size * out.shape[1], tile.block_m)
-            counters = runtime.counters(out.device, out.shape[0] * problem.num_kv_heads * num_tiles)
-        if counters is None:
-            _launch_split(problem, inputs, None, *parts, tile, num_splits)
-            combine(problem, parts, out, softmax_lse)
-        else:
-            joined = (out, softmax_lse, counters)
-            _launch_split(problem, inputs, joined, *parts, tile, num_splits)
+        _launch_split(problem, inputs, *parts, tile, num_splits)
+        combine(problem, parts, out, softmax_lse)
 
 
 def _capacity(inputs: DecodeInputs) -> int:
@@ -175,43 +167,30 @@ def _capacity(inputs: DecodeInputs) -> int:
     return length if inputs.block_table is None else inputs.block_table.shape[1] * length
 
 
-def _join_splits(join_rows: int, head_dim: int, num_warps: int) -> int:
-    """How many parts of `join_rows` rows a program reads at a time: 64 numbers a thread."""
-    if join_rows == 0:
-        return 0
-    numbers = num_warps * 32 * 64
-    return min(MAX_NUM_SPLITS, max(1, numbers // (join_rows * padded_head_dim(head_dim))))
-
-
 def _launch_split(
     problem: Problem,
     inputs: DecodeInputs,
-    joined: tuple[Tensor, Tensor, Tensor] | None,
     out: Tensor,
     lse: Tensor,
     sums: Tensor | None,
     tile: Tile,
     num_splits: int,
 ) -> None:
-    """joined: output, LSE and counters, where the kernel itself is to join the parts."""
     q, k, v, table = inputs.q, inputs.k_cache, inputs.v_cache, inputs.block_table
     batch, seqlen_q, _, head_dim = q.shape
     capacity = _capacity(inputs)
-    num_rows = problem.group_size * seqlen_q
-    num_tiles = cdiv(num_rows, tile.block_m)
-    join_rows = 0 if joined is None else min(tile.block_m, next_power_of_2(num_rows))
+    num_tiles = cdiv(problem.group_size * seqlen_q, tile.block_m)
     slopes = inputs.alibi_slopes
     raw = raw_scores(problem)
     align = alignment(q, k, v)
     overlap = runtime.overlap(q.device)
-    split_kernel[(batch * num_splits * num_tiles * problem.num_kv_heads,)](
+    runtime.launch(split_kernel, (batch * num_splits * num_tiles * problem.num_kv_heads,))(
         q,
         k,
         v,
         out,
         lse,
         sums,
-        *(joined or (None, None, None)),
         inputs.cache_seqlens.contiguous(),
         table,
         None if inputs.cache_batch_idx is None else inputs.cache_batch_idx.contiguous(),
@@ -245,8 +224,6 @@ def _launch_split(
         RAW_SCORES=raw,
         SPLIT=sums is not None,
         STAGES=tile.num_stages(table is not None),
-        JOIN_ROWS=join_rows,
-        JOIN_SPLITS=_join_splits(join_rows, head_dim, tile.num_warps),
         OVERLAP=bool(overlap),
         num_warps=tile.num_warps,
         # Logits are rounded before their maximum is taken off: fused, they would not cancel.

@@ -6,7 +6,6 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from flashpage.attention.triton.combine import join_parts
 from flashpage.attention.triton.score import LN2, LOG2E, key_range, logits2
 
 
@@ -79,54 +78,6 @@ def _key_pointers(
     return base + (offsets * stride_s * ALIGN)[:, None] + dims[None, :] + block * ALIGN
 
 
-@triton.jit
-def _join_last(
-    partial_ptr,
-    max_ptr,
-    sum_ptr,
-    out_ptr,
-    lse_ptr,
-    counter_ptr,
-    sequence,
-    kv_head,
-    tile,
-    seqlen_q,
-    num_kv_heads,
-    num_splits,
-    scale2,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    JOIN_ROWS: tl.constexpr,
-    JOIN_SPLITS: tl.constexpr,
-):
-    """The program whose part of a tile is written last joins all parts, in the order of their
-    index, whoever it is; and leaves the counter at zero for the next launch."""
-    # What every thread has written counts as written before the one that counts goes on.
-    tl.debug_barrier()
-    earlier = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
-    if earlier == num_splits - 1:
-        tl.store(counter_ptr, 0)
-        pairs = tile * BLOCK_M + tl.arange(0, JOIN_ROWS)
-        rows = pairs // GROUP
-        heads = kv_head * GROUP + pairs % GROUP
-        real = rows < seqlen_q
-        num_q_heads = num_kv_heads * GROUP
-        place = (sequence * seqlen_q + rows) * num_q_heads + heads
-        acc, lse = join_parts(
-            partial_ptr, max_ptr, sum_ptr, place * num_splits, real, scale2, num_splits, HEAD_DIM,
-            BLOCK_D, JOIN_SPLITS,
-        )  # fmt: skip
-        dims = tl.arange(0, BLOCK_D)
-        tl.store(lse_ptr + (sequence * num_q_heads + heads) * seqlen_q + rows, lse, mask=real)
-        tl.store(
-            out_ptr + (place * HEAD_DIM)[:, None] + dims[None, :],
-            acc.to(out_ptr.dtype.element_ty),
-            mask=real[:, None] & (dims < HEAD_DIM)[None, :],
-        )
-
-
 @triton.jit(
     do_not_specialize=[
         "stride_qb", "stride_qs", "stride_qh", "stride_kb", "stride_ks", "stride_kh",
@@ -142,9 +93,6 @@ def split_kernel(
     out_ptr,  # SPLIT: float32 [rows, num_splits, head_dim], not normalised; else the output
     lse_ptr,  # SPLIT: float32 [rows, num_splits], the row's maximum; else the LSE
     sum_ptr,  # SPLIT: float32 [rows, num_splits], the row's sum; else None
-    joined_ptr,  # JOIN_ROWS: the output
-    joined_lse_ptr,  # JOIN_ROWS: the LSE
-    counters_ptr,  # JOIN_ROWS: int32 [batch, num_kv_heads, num_tiles], zeros
     seqlens_ptr,
     table_ptr,
     batch_idx_ptr,
@@ -186,8 +134,6 @@ def split_kernel(
     RAW_SCORES: tl.constexpr,  # the maximum is kept of q . k itself: scale > 0 and nothing else
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
-    JOIN_ROWS: tl.constexpr,  # of a tile, joined by the last of its programs; 0: by `combine`
-    JOIN_SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
@@ -317,10 +263,3 @@ def split_kernel(
         acc.to(out_ptr.dtype.element_ty),
         mask=real[:, None] & (dims < HEAD_DIM)[None, :],
     )
-    if JOIN_ROWS > 0:
-        counter = (sequence * num_kv_heads + kv_head) * num_tiles + tile
-        _join_last(
-            out_ptr, lse_ptr, sum_ptr, joined_ptr, joined_lse_ptr, counters_ptr + counter, sequence,
-            kv_head, tile, seqlen_q, num_kv_heads, num_splits, scale2, GROUP, HEAD_DIM, BLOCK_D,
-            BLOCK_M, JOIN_ROWS, JOIN_SPLITS,
-        )  # fmt: skip

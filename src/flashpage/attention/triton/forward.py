@@ -565,7 +565,7 @@ def _launch(problem: Problem, x: AttentionInputs, out: Tensor, softmax_lse: Tens
     limits = {}
     if tiles.max_registers and raw and problem.dropout_p == 0.0:
         limits["maxnreg"] = tiles.max_registers
-    forward_kernel[(num_splits * num_tiles * problem.num_q_heads,)](
+    runtime.launch(forward_kernel, (num_splits * num_tiles * problem.num_q_heads,))(
         runtime.descriptor(q, [1, tiles.block_m, 1, block_d]) if q_described else q,
         runtime.descriptor(k, kv_block) if described else k,
         runtime.descriptor(v, kv_block) if described else v,
@@ -629,7 +629,9 @@ def _s_dmask(problem: Problem, x: AttentionInputs) -> Tensor:
     if s_dmask.numel() == 0:
         return s_dmask
     wanted = ("HAS_LEFT", "HAS_RIGHT", "HAS_ALIBI")
-    dropout_sign_kernel[(cdiv(x.max_seqlen_q, 32) * num_sequences * problem.num_q_heads,)](
+    runtime.launch(
+        dropout_sign_kernel, (cdiv(x.max_seqlen_q, 32) * num_sequences * problem.num_q_heads,)
+    )(
         q,
         k,
         s_dmask,

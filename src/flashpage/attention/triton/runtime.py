@@ -10,15 +10,21 @@ import contextlib
 import importlib.util
 import os
 import re
-import threading
-from contextlib import AbstractContextManager
-from functools import cache
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from functools import cache, partial
+from threading import Thread
 from typing import Any
 
 import torch
 from torch import Tensor
 
 MINIMUM_TRITON = (3, 6)
+
+COMPILERS = 8
+"""threads that compile kernels ahead"""
 
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -71,53 +77,75 @@ def overlap(device: torch.device) -> dict[str, Any]:
     return {"launch_pdl": True} if capability(device) >= 90 else {}
 
 
-# ---------------------------------------------------------------------------------------------
-# Counters: zeros that outlive a launch, so that none has to clear them
-# ---------------------------------------------------------------------------------------------
-
-_COUNTERS_OF_A_STREAM, _COUNTERS_OF_GRAPHS = 2**14, 2**20
+_compiling_ahead: ContextVar[bool] = ContextVar("launches only compile", default=False)
 
 
-def counters(device: torch.device, count: int) -> Tensor | None:
-    """`count` int32 zeros, of which a kernel leaves zeros again when it ends; None: there are none.
+def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
+    """`kernel[grid]`: call it with the kernel's arguments. The one way in which kernels start."""
+    if _compiling_ahead.get():
+        return partial(kernel.run, grid=grid, warmup=True)
+    return kernel[grid]
 
-    Launches of one stream follow each other and share theirs. A captured launch gets its own, for
-    ever: graphs that were captured one after the other may be replayed side by side. They were
-    made before, as nothing can be cleared once and for all during a capture; so the first call
-    within a capture, and calls when those of graphs are used up, get none.
+
+def hash_triton_ahead() -> None:
+    """Let Triton hash itself (0.5 s) in a thread, while weights are loaded: it does so once a
+    process, before the first kernel, for the names of what it keeps on the disk."""
+
+    def read() -> None:
+        # Not part of Triton's public interface: without it the first kernel does it.
+        with contextlib.suppress(Exception):
+            from triton.runtime.cache import triton_key
+
+            triton_key()
+
+    if why_no_triton() is None:
+        Thread(target=read, name="flashpage hashes triton", daemon=True).start()
+
+
+def can_compile_ahead(device: torch.device) -> bool:
+    """Whether `compiling_ahead` can be entered for this device."""
+    return device.type == "cuda" and why_no_triton() is None
+
+
+@contextmanager
+def compiling_ahead(device: torch.device) -> Iterator[None]:
+    """In this thread, until it ends, launches start nothing: each kernel is compiled (or found in
+    the cache on the disk) and loaded beside the others. What they would have written stays as it
+    was.
+
+    Most of a first call is compiling, much of it in programs of their own (ptxas, and the C
+    compiler for what starts the kernel): side by side they take the time of a few.
     """
-    if device.type != "cuda":
-        return torch.zeros(count, dtype=torch.int32)
-    if torch.cuda.is_current_stream_capturing():
-        return _counters_of_graphs(device, count)
-    if count > _COUNTERS_OF_A_STREAM:
-        return None
-    return _counters_of_stream(device, torch.cuda.current_stream(device).cuda_stream)
+    from triton import AsyncCompileMode
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    with ThreadPoolExecutor(
+        COMPILERS, initializer=torch.cuda.set_device, initargs=(index,)
+    ) as pool:
+        # An error shows again, and better, where the kernel is launched.
+        mode = AsyncCompileMode(_Loading(pool), ignore_errors=True)
+        token = _compiling_ahead.set(True)
+        try:
+            with mode:
+                yield
+        finally:
+            _compiling_ahead.reset(token)
 
 
-_graph_counters: dict[torch.device, Tensor] = {}
-"""Those that no captured launch has yet."""
-_graph_counters_lock = threading.Lock()
+class _Loading(Executor):
+    """Compiles in `pool`, and there also loads what came of it."""
 
+    def __init__(self, pool: Executor) -> None:
+        self._pool = pool
 
-@cache
-def _counters_of_stream(device: torch.device, stream: int) -> Tensor:
-    with _graph_counters_lock:
-        if device not in _graph_counters:
-            zeros = torch.zeros(_COUNTERS_OF_GRAPHS, dtype=torch.int32, device=device)
-            torch.cuda.current_stream(device).synchronize()  # graphs may run on any stream
-            _graph_counters[device] = zeros
-    return torch.zeros(_COUNTERS_OF_A_STREAM, dtype=torch.int32, device=device)
+    def submit(self, fn: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
+        return self._pool.submit(self._load, fn)
 
-
-def _counters_of_graphs(device: torch.device, count: int) -> Tensor | None:
-    count = -(-count // 4) * 4  # so that all are aligned alike, and one compiled kernel serves
-    with _graph_counters_lock:
-        left = _graph_counters.get(device)
-        if left is None or len(left) < count:
-            return None
-        _graph_counters[device] = left[count:]
-        return left[:count]
+    @staticmethod
+    def _load(compile_: Callable[[], Any]) -> Any:
+        kernel = compile_()
+        kernel.run  # noqa: B018 - the property makes what starts the kernel, and loads it
+        return kernel
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
