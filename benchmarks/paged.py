@@ -1,6 +1,6 @@
 """Attention over pages: decode of one token per sequence and of several, and prefill in chunks.
 
-    python benchmarks/paged.py
+    python benchmarks/paged.py [--only decode|prefill]
 
 On a GPU: bfloat16, head_dim 128, every decode replayed as a CUDA graph; us, and TB/s of K and V
 read; beside FlashAttention-3 where vLLM's `vllm.vllm_flash_attn` can be imported. On a CPU: the
@@ -9,6 +9,7 @@ shapes of SmolLM2-135M, against gathering the pages and calling torch.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from typing import Any
 
@@ -176,10 +177,7 @@ def gpu_chunk(new: int, keys: int, heads: int, block_size: int, fa3: bool) -> di
     return {"case": f"q {new} over {keys} keys, {heads}/8, pages of {block_size}", **rates}
 
 
-def gpu_main() -> None:
-    info = setup()
-    fa3 = has_fa3()
-    results = gpu_decodes(fa3)
+def gpu_chunks(fa3: bool) -> list[dict[str, Any]]:
     chunks = [
         gpu_chunk(new, keys, heads, block_size, fa3)
         for heads in (16, 32)
@@ -191,7 +189,15 @@ def gpu_main() -> None:
         ("chunked prefill, causal, TFLOP/s", *names),
         [(c["case"], *(f"{c[name]:.0f}" for name in names)) for c in chunks],
     )
-    finish("paged", info, results + chunks)
+    return chunks
+
+
+def gpu_main(only: str | None) -> None:
+    info = setup()
+    fa3 = has_fa3()
+    results = gpu_decodes(fa3) if only != "prefill" else []
+    results += gpu_chunks(fa3) if only != "decode" else []
+    finish("paged", info, results)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -242,5 +248,12 @@ def cpu_main() -> None:
     finish("paged", info, results)
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", choices=("decode", "prefill"), help="half of it, on a GPU")
+    only = parser.parse_args().only
+    gpu_main(only) if ON_GPU else cpu_main()
+
+
 if __name__ == "__main__":
-    gpu_main() if ON_GPU else cpu_main()
+    main()
