@@ -31,7 +31,9 @@ from flashpage.layers.cpu.attention_vectors import (
     values_4,
     values_6,
 )
-from flashpage.layers.cpu.linear import EXACT
+from flashpage.layers.cpu.dots import X_BYTES, XS_BYTES
+from flashpage.layers.cpu.linear import EXACT, scales_of
+from flashpage.layers.cpu.packing import BLOCK
 from flashpage.layers.cpu.vectors import row_quantize
 
 SPLIT = 512
@@ -222,13 +224,15 @@ def _write(total, state, rows, group, dim, where, first_row, head):  # type: ign
     """Normalised rows to their places, in float32 and quantised; see `attend`."""
     out, q, xs, row_size = where
     for token in range(rows // group):
-        column = (first_row + token) * row_size + head * group * dim
+        place, column = first_row + token, head * group * dim
+        first = place * row_size + column
         for row in range(token * group, (token + 1) * group):
             row_multiply(total.ctypes.data + row * dim * 4, np.float32(1) / state[4 * row + 1], dim)
         source = total.ctypes.data + token * group * dim * 4
         if out != 0:
-            row_copy(source, out + column * 4, group * dim)
-        row_quantize(source, q + column, xs + column // 2, group * dim)
+            row_copy(source, out + first * 4, group * dim)
+        scales = scales_of(xs, place, row_size // BLOCK) + column // BLOCK * XS_BYTES
+        row_quantize(source, q + first // BLOCK * X_BYTES, scales, group * dim)
 
 
 @jit(**EXACT)
@@ -299,8 +303,8 @@ def attend(  # type: ignore[no-untyped-def]
         q: address of float32 `[num_rows, num_q_heads * dim]`, times the softmax scale already.
         positions: int64 `[num_rows]`. tables: int32, `table_step` pages per sequence.
         units_per_block: units of 16 tokens in a page. k, v: addresses of the layer's pages.
-        where: addresses of the results of all rows as float32 (0: not wanted), as int8, and of the
-            int8's scales; and how many values a row has.
+        where: addresses of the results of all rows as float32 (0: not wanted), quantised, and of
+            those's scales (`row_quantize`); and how many values a row has.
         partial, state_of_partial: float32 `[group * dim]` and `[4 * group]`, for the result of one
             split of several, which `join` brings to its place.
         scratch: float32 `[scratch_size]`.
