@@ -101,8 +101,10 @@ class Ladder:
         return [self.fit(0, 1, 1), self.fit(1, 0, 0)]
 
     def distinct(self) -> list[Shape]:
-        """Of the usual shapes those whose kernels the others are made of, too."""
-        return [shape for shape in self.usual() if not (shape.decodes and shape.chunks)]
+        """Of the usual shapes those whose kernels, nearly always, the others are made of."""
+        powers = {1 << i for i in range(16)} | {self._alone[-1]}
+        alone = [Shape(decodes, 0, 0) for decodes in self._alone if decodes in powers]
+        return alone + [shape for shape in self.usual() if not shape.decodes]
 
     @property
     def max_rows(self) -> int:
