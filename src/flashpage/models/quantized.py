@@ -241,7 +241,8 @@ class QuantizedDecoder(nn.Module):
         if isinstance(self.embedding, Tensor):
             return F.embedding(input_ids, self.embedding).float().numpy()
         table = self.embedding
-        out = np.empty((len(input_ids), table.cols), np.float32)
+        # torch's memory begins at a multiple of 64, as vectors that the kernels store should.
+        out = torch.empty(len(input_ids), table.cols).numpy()
         call(kernels(_STEP).embed, 1, table.address(), input_ids.numpy(), out)
         return out
 

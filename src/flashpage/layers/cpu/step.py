@@ -91,13 +91,15 @@ def _project(  # type: ignore[no-untyped-def]
             first, last = share(part[GROUPS], thread, threads)
             multiply_columns(form, part, first, last, x, xs, num_rows, out_i, out_step, add, room)
             continue
-        most = rows_at_once(part[3])
-        count = (num_rows + most - 1) // most * part[GROUPS]
+        most, pairs = rows_at_once(part[3]), (part[GROUPS] + 1) // 2
+        count = (num_rows + most - 1) // most * pairs
         number = take(tickets.ctypes.data + 8 * i)
         while number < count:
-            row, group = number // part[GROUPS] * most, number % part[GROUPS]
+            # Two groups at a time: processors fetch lines of cache by twos.
+            row, group = number // pairs * most, number % pairs * 2
+            last = min(group + 2, part[GROUPS])
             multiply_columns(
-                form, part, group, group + 1, x + row * part[3] * X_BYTES,
+                form, part, group, last, x + row * part[3] * X_BYTES,
                 scales_of(xs, row, part[3]), min(most, num_rows - row), out_i + row * out_step,
                 out_step, add, room,
             )  # fmt: skip

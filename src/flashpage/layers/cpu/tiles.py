@@ -36,6 +36,7 @@ from flashpage.layers.cpu.vectors import (
     load,
     loop,
     outlined,
+    prefetch,
     scaled,
     store,
 )
@@ -211,6 +212,9 @@ def _make(kind: int) -> Any:
 
             def one_tile(tile: Any, carried: list[Any]) -> list[Any]:
                 tile_xs = b.add(xs, b.mul(tile, scaled(b, num_blocks, XS_BYTES)))
+                tile_out = b.add(out, b.mul(tile, b.mul(out_step, i(TILE_ROWS))))
+                for m in range(TILE_ROWS):  # these lines may be in another core's cache
+                    prefetch(b, tile_out, b.mul(out_step, i(m)), to_write=True)
 
                 def body(block: Any, carried: list[Any]) -> list[Any]:
                     step, *place = carried[:4]
@@ -238,7 +242,6 @@ def _make(kind: int) -> Any:
                     return [b.add(step, i(1)), *advance(place), *new]
 
                 carried = loop(b, num_blocks, 1, [*carried, *[ZERO] * TILE_ROWS], body)
-                tile_out = b.add(out, b.mul(tile, b.mul(out_step, i(TILE_ROWS))))
                 for m in range(TILE_ROWS):
                     finish(b, carried[4 + m], tile_out, b.mul(out_step, i(m)), wants)
                 return carried[:4]
