@@ -63,6 +63,29 @@ def measure(engine: str, options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+def read_floor(options: argparse.Namespace) -> dict[str, float]:
+    """What a token of B1 must read at least, bytes, and how fast this machine reads, bytes/s.
+
+    Every packed weight once, and K and V of half of the new tokens' contexts on average.
+    """
+    import torch
+
+    from flashpage.weights.load import load_model
+
+    torch.set_num_threads(options.threads)
+    loaded = load_model(options.model)
+    config, weights = loaded.config, loaded.model.num_bytes
+    prompt, new = next((c[2], c[3]) for c in CASES if c[0] == "B1")
+    kv_token = 2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    big = torch.ones(2**28)
+    seconds = []
+    for _ in range(6):
+        began = time.perf_counter()
+        big.sum()
+        seconds.append(time.perf_counter() - began)
+    return {"bytes": weights + kv_token * (prompt + new / 2), "rate": big.nbytes / min(seconds)}
+
+
 def in_process(engine: str, options: argparse.Namespace) -> dict[str, Any] | None:
     python = options.peer_python if engine in ("llama.cpp", "openvino") else sys.executable
     command = [python, __file__, "--engine", engine, "--model", options.model]
@@ -86,7 +109,10 @@ def main() -> None:
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.engine:
-        print(json.dumps(measure(options.engine, options)))
+        result = measure(options.engine, options)
+        if options.engine == "flashpage":
+            result["floor"] = read_floor(options)
+        print(json.dumps(result))
         return
     from flashpage.weights.default_model import default_model_path
     from harness import finish, print_table, setup
@@ -101,6 +127,12 @@ def main() -> None:
     print_table(("tokens/s", *names, "load"), rows)
     ours = results.get("flashpage")
     if ours is not None:
+        floor = ours["floor"]
+        share = ours["B1"] * floor["bytes"] / floor["rate"]
+        print(
+            f"\nB1 reads {floor['bytes'] / 1e6:.0f} MB a token; at {floor['rate'] / 1e9:.1f} GB/s, "
+            f"measured with the sum of 1 GiB of float32, that is {share:.0%} of what is possible"
+        )
         ratios = {
             engine: {name: ours[name] / rates[name] for name in names}
             for engine, rates in results.items()

@@ -1,6 +1,7 @@
 """What we measure against: the attention of torch, and FlashAttention-3 and 4 where installed.
 
-A peer takes q, k, v `[batch, seqlen, heads, head_dim]` and gives out of q's shape.
+A peer takes q, k, v `[batch, seqlen, heads, head_dim]` and gives out of q's shape; `fa3_paged`, of
+attention over pages, has all its tensors given before.
 """
 
 from __future__ import annotations
@@ -70,6 +71,58 @@ def peers(*, backward: bool = False) -> dict[str, Attention]:
         except ImportError as error:
             print(f"{name} is not installed, so not measured: {error}")
     return found
+
+
+def fa3_paged(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor
+) -> Callable[[], Tensor]:
+    """FlashAttention-3 over pages, as vLLM builds it in and calls it: `[batch, seqlen_q, heads,
+    head_dim]` of queries at the end of `lengths` keys, causal. Its plan of the work is made here,
+    once, as an engine makes it once for all layers. ImportError where it is not installed.
+    """
+    from vllm.vllm_flash_attn.flash_attn_interface import (
+        flash_attn_varlen_func,
+        get_scheduler_metadata,
+    )
+
+    batch, seqlen_q, heads, head_dim = q.shape
+    _, block_size, kv_heads, _ = k.shape
+    max_keys = table.shape[1] * block_size
+    starts = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen_q
+    plan = get_scheduler_metadata(
+        batch,
+        seqlen_q,
+        max_keys,
+        heads,
+        kv_heads,
+        head_dim,
+        lengths,
+        qkv_dtype=q.dtype,
+        cu_seqlens_q=starts,
+        page_size=block_size,
+        causal=True,
+    )
+    flat = q.flatten(0, 1)
+    out = torch.empty_like(flat)
+
+    def call() -> Tensor:
+        flash_attn_varlen_func(
+            flat,
+            k,
+            v,
+            seqlen_q,
+            starts,
+            max_keys,
+            seqused_k=lengths,
+            causal=True,
+            block_table=table,
+            out=out,
+            scheduler_metadata=plan,
+            fa_version=3,
+        )
+        return out.view_as(q)
+
+    return call
 
 
 def by_name(function: Function, **options: Any) -> dict[str, Attention]:

@@ -85,7 +85,10 @@ def test_the_same_tokens_as_without_graphs(config, overlap, num_blocks):
             {"temperature": 0.0},
             {"temperature": 0.9, "min_p": 0.01},
             {"temperature": 0.7, "top_p": 0.8, "repetition_penalty": 1.2},
-        ][i % 3 if rng.random() < 0.7 else 0]
+            {"temperature": 0.0, "presence_penalty": 0.4, "frequency_penalty": 0.3},
+            {"temperature": 0.8, "top_k": 6, "logprobs": 1, "frequency_penalty": 0.5},
+            {"temperature": 1.1, "top_k": 9, "min_tokens": 3, "repetition_penalty": 1.1},
+        ][i % 6 if rng.random() < 0.8 else 0]
         length = rng.randint(1, 40)
         requests.append((prompt, SamplingParams(max_tokens=length, seed=i, **options)))
     expected = run(make_engine(config), requests)
@@ -141,7 +144,9 @@ def test_a_step_that_fails_after_its_replay_can_be_repeated(error, overlap, monk
     """The replay has chosen tokens over those that the repeated step reads."""
     plain = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     scored = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=1)
-    requests = [([5, 6, 7], plain), ([8, 9], scored), ([10], plain)]
+    amounts = {"frequency_penalty": 0.7, "presence_penalty": 0.2, "repetition_penalty": 1.1}
+    penalized = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, **amounts)
+    requests = [([5, 6, 7], plain), ([8, 9], scored), ([10], plain), ([11] * 3, penalized)]
     expected = run(make_engine(LLAMA), requests)
     for failing in (1, 2, 5, 9):
         engine = make_engine(LLAMA, Again(), overlap=overlap)

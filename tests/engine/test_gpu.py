@@ -118,7 +118,7 @@ def test_every_kind_of_sampling_beside_plain_ones():
         {"temperature": 0.0},
         {"temperature": 0.8, "top_p": 0.9},
         {"temperature": 0.8, "top_k": 5},
-        {"temperature": 0.0, "repetition_penalty": 1.3},
+        {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
         {"temperature": 0.9, "min_p": 0.1},
         {"temperature": 0.0, "logprobs": 2},
     ]

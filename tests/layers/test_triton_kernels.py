@@ -136,21 +136,28 @@ def _twin(
 # ---------------------------------------------------------------------------------------------
 
 
-def wishes(num_rows: int, temperature=None, min_p=None):
-    t = torch.rand(num_rows, device=DEVICE) * 2 if temperature is None else temperature
-    p = torch.zeros(num_rows, device=DEVICE) if min_p is None else min_p
-    return t, p, torch.rand(num_rows, dtype=torch.float64, device=DEVICE)
+def wishes(num_rows: int):
+    """temperature, min_p, uniform, top_k, top_p."""
+    temperature = torch.rand(num_rows, device=DEVICE) * 2
+    uniform = torch.rand(num_rows, dtype=torch.float64, device=DEVICE)
+    return temperature, torch.zeros(num_rows, device=DEVICE), uniform, *no_cut(num_rows)
+
+
+def no_cut(num_rows: int):
+    top_k = torch.zeros(num_rows, dtype=torch.int32, device=DEVICE)
+    return top_k, torch.ones(num_rows, device=DEVICE)
 
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 100, 4096, 4097, 9001])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
 def test_sample_plain_takes_what_its_twin_takes(vocab_size, dtype):
     logits = randn(12, vocab_size + 3, dtype=dtype)[:, 1 : 1 + vocab_size]
-    temperature, min_p, uniform = wishes(12)
+    wanted = wishes(12)
+    temperature, min_p, uniform, _, _ = wanted
     temperature[::4] = 0.0
     min_p[1::3] = 0.05
-    got = triton_sampler.sample_plain(logits, temperature, min_p, uniform)
-    expected = sampler.sample_plain_torch(logits, temperature, min_p, uniform)
+    got = triton_sampler.sample_plain(logits, *wanted)
+    expected = sampler.sample_plain_torch(logits, *wanted)
     differ = (got != expected).nonzero().flatten().tolist()
     for row in differ:
         # Only where the random number lies on the border of two tokens.
@@ -185,14 +192,20 @@ def test_sample_plain_of_extreme_rows():
     temperature = torch.tensor([t for _, t, _ in rows], device=DEVICE)
     for u in (0.0, 0.5, 1 - 2**-53):
         uniform = torch.full((len(rows),), u, dtype=torch.float64, device=DEVICE)
-        got = triton_sampler.sample_plain(
-            logits, temperature, torch.zeros_like(temperature), uniform
-        )
+        wanted = (temperature, torch.zeros_like(temperature), uniform)
+        got = triton_sampler.sample_plain(logits, *wanted, *no_cut(len(rows)))
         assert got.tolist() == [token for _, _, token in rows]
-        twin = sampler.sample_plain_torch(
-            logits, temperature, torch.zeros_like(temperature), uniform
-        )
+        twin = sampler.sample_plain_torch(logits, *wanted, *no_cut(len(rows)))
         assert twin.tolist() == got.tolist()
+        # A cut that keeps all, or all that has a weight, changes nothing; nor do bad rows trap it.
+        for k, p in ((3, 1.0), (2, 1.0), (0, 0.9999), (3, 0.9999)):
+            cut = (
+                torch.full_like(temperature, k, dtype=torch.int32),
+                torch.full_like(temperature, p),
+            )
+            again = triton_sampler.sample_plain(logits, *wanted, *cut)
+            assert (again.tolist() == got.tolist()) or k == 2
+            assert again.tolist() == sampler.sample_plain_torch(logits, *wanted, *cut).tolist()
 
 
 def test_sample_plain_draws_with_the_right_frequencies():
@@ -203,7 +216,8 @@ def test_sample_plain_draws_with_the_right_frequencies():
     logits[0, chosen] = shares.log().float().to(DEVICE)
     uniform = (torch.arange(count, dtype=torch.float64, device=DEVICE) + 0.5) / count
     ones = torch.ones(count, device=DEVICE)
-    got = triton_sampler.sample_plain(logits.expand(count, -1), ones, ones * 0.01, uniform)
+    wanted = (ones, ones * 0.01, uniform, *no_cut(count))
+    got = triton_sampler.sample_plain(logits.expand(count, -1), *wanted)
     for token, share in zip(chosen, shares.tolist(), strict=True):
         assert abs(int((got == token).sum()) - share * count) <= 1
     assert set(got.tolist()) == set(chosen)
@@ -213,10 +227,91 @@ def test_sample_plain_of_no_rows_and_of_rows_in_other_company():
     nothing = triton_sampler.sample_plain(randn(0, 7), *wishes(0))
     assert nothing.shape == (0,)
     logits = randn(6, 5000)
-    t, p, u = wishes(6)
-    together = triton_sampler.sample_plain(logits, t, p, u)
+    wanted = wishes(6)
+    wanted[3][1:4] = 5
+    wanted[4][3:] = 0.7
+    together = triton_sampler.sample_plain(logits, *wanted)
     logits2 = logits.clone()
     logits2[::2] = torch.nan
-    mixed = triton_sampler.sample_plain(logits2, t, p, u)
+    mixed = triton_sampler.sample_plain(logits2, *wanted)
     assert torch.equal(mixed[1::2], together[1::2])
     assert (mixed[::2] == -1).all()
+
+
+def kept_by_sorting(logits, temperature, min_p, top_k, top_p) -> dict[int, float]:
+    """Token -> share of the draw, of one row, in float64."""
+    x = logits.double().cpu()
+    weights = ((x - x.max()) / temperature).exp()
+    if min_p > 0:
+        weights[weights < min_p] = 0.0
+    order = x.sort(descending=True, stable=True).indices.tolist()
+    kept = order[: top_k or None]
+    total = sum(float(weights[token]) for token in kept)
+    shares, mass = {}, 0.0
+    for token in kept:
+        if top_p < 1 and mass >= top_p * total:
+            break
+        mass += float(weights[token])
+        shares[token] = float(weights[token])
+    return {token: share / mass for token, share in shares.items() if share > 0}
+
+
+CUTS = [(1, 1.0), (5, 1.0), (40, 1.0), (0, 0.5), (0, 0.95), (0, 1e-6), (12, 0.8), (3, 0.3)]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.float32, torch.bfloat16][: 3 if ON_GPU else 1], ids=str
+)
+@pytest.mark.parametrize(("top_k", "top_p"), CUTS)
+@pytest.mark.parametrize("kind", ["normal", "ties", "flat", "peaked"])
+def test_a_cut_row_is_drawn_from_what_a_sort_would_keep(kind, top_k, top_p, dtype):
+    """With uniforms on a fine grid, in the order of token ids, each token gets its share."""
+    vocab_size, count = (9000, 256) if ON_GPU else (4200, 5)
+    x = randn(vocab_size)
+    if kind == "ties":
+        x = x.round()
+    elif kind == "flat":
+        x = x * 1e-3 - 40
+    elif kind == "peaked":
+        x = x * 30
+    x = x.to(dtype)
+    x[7] = -torch.inf
+    temperature, min_p = 0.8, 0.0 if kind != "normal" else 0.02
+    shares = kept_by_sorting(x.float(), temperature, min_p, top_k, top_p)
+    ones = torch.ones(count, device=DEVICE)
+    uniform = (torch.arange(count, dtype=torch.float64, device=DEVICE) + 0.5) / count
+    got = triton_sampler.sample_plain(
+        x.expand(count, -1),
+        ones * temperature,
+        ones * min_p,
+        uniform,
+        torch.full((count,), top_k, dtype=torch.int32, device=DEVICE),
+        ones * top_p,
+    ).tolist()
+    assert got == sorted(got)
+    ids = sorted(shares)
+    ends = torch.tensor([shares[token] for token in ids], dtype=torch.float64).cumsum(0)
+    for u, token in zip(uniform.tolist(), got, strict=True):
+        expected = ids[min(int((ends <= u).sum()), len(ids) - 1)]
+        if token != expected:
+            # Only at the border of two tokens, or where the last token of top_p is in doubt.
+            start = sum(shares.get(t, 0.0) for t in ids if t < token)
+            end = start + shares.get(token, 0.0)
+            assert start - 2e-3 <= u <= end + 2e-3, (u, token, expected)
+    if kind in ("ties", "peaked") or top_p == 1.0:
+        assert set(got) <= set(shares)
+
+
+def test_cut_rows_beside_others_take_what_their_twins_take():
+    logits = randn(16, 5001)
+    temperature, min_p, uniform, top_k, top_p = wishes(16)
+    temperature[::8] = 0.0
+    top_k[1::3] = torch.randint(1, 400, (5,), dtype=torch.int32, device=DEVICE)
+    top_p[2::4] = torch.rand(4, device=DEVICE) * 0.98 + 0.01
+    top_k[5], top_k[9] = 5001, 100_000
+    min_p[3::5] = 0.01
+    wanted = (temperature, min_p, uniform, top_k, top_p)
+    got = triton_sampler.sample_plain(logits, *wanted)
+    expected = sampler.sample_plain_torch(logits, *wanted)
+    assert int((got != expected).sum()) <= 2  # random numbers on the border of two tokens
+    assert torch.equal(got[::8], logits[::8].argmax(1))

@@ -59,7 +59,18 @@ class BlockPool:
             raise CacheOverflowError(
                 f"{count} blocks asked for, {self._num_available} of {self.num_blocks} available"
             )
-        return [self._allocate_one() for _ in range(count)]
+        # Those that are not cached come first: all at once, as a long prompt takes many.
+        block_ids: list[int] = []
+        block_id = self._next[self._head]
+        while len(block_ids) < count and not self._is_cached[block_id]:
+            block_ids.append(block_id)
+            self._ref_counts[block_id] = 1
+            block_id = self._next[block_id]
+        self._next[self._head], self._prev[block_id] = block_id, self._head
+        self._num_available -= len(block_ids)
+        while len(block_ids) < count:
+            block_ids.append(self._allocate_one())
+        return block_ids
 
     def touch(self, block_ids: Iterable[int]) -> None:
         """Add a holder to each block; the blocks must be used or cached."""

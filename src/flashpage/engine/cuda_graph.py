@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from flashpage.cache.kv_cache import KVCache
 from flashpage.engine.config import EngineConfig
-from flashpage.engine.plain_sampling import PlainSampling
+from flashpage.engine.plain_sampling import Penalties, PlainSampling
 from flashpage.engine.scheduler import Chunk
 from flashpage.layers.attention import AttentionMetadata, DecodeBatch, PrefillBatch
+from flashpage.layers.penalties import count_tokens, penalize
 from flashpage.layers.sampler import sample_plain
 
 
@@ -100,8 +101,10 @@ class Ladder:
         return [self.fit(0, 1, 1), self.fit(1, 0, 0)]
 
     def distinct(self) -> list[Shape]:
-        """Of the usual shapes those whose kernels the others are made of, too."""
-        return [shape for shape in self.usual() if not (shape.decodes and shape.chunks)]
+        """Of the usual shapes those whose kernels, nearly always, the others are made of."""
+        powers = {1 << i for i in range(16)} | {self._alone[-1]}
+        alone = [Shape(decodes, 0, 0) for decodes in self._alone if decodes in powers]
+        return alone + [shape for shape in self.usual() if not shape.decodes]
 
     @property
     def max_rows(self) -> int:
@@ -156,7 +159,8 @@ def cuda_capture() -> Capture:
 class Inputs:
     """What a step is told; views of one buffer: tensors on the device, arrays on the host.
 
-    Per row: uniform (float64), temperature, min_p (float32), last (the row's token). Per token:
+    Per row: uniform (float64), the next six (float32),
+    counts_row (of the table of counts, 0: no penalties), top_k, last (the row's token). Per token:
     source (row of the last step's chosen tokens that it is, -1: `token_ids`), token_ids, positions,
     slots. Per decode: cache_seqlens, block_table. Per chunk: cu_seqlens_q and _k, chunk_table.
     """
@@ -164,6 +168,12 @@ class Inputs:
     uniform: Any
     temperature: Any
     min_p: Any
+    top_p: Any
+    repetition: Any
+    presence: Any
+    frequency: Any
+    counts_row: Any
+    top_k: Any
     last: Any
     source: Any
     token_ids: Any
@@ -176,9 +186,14 @@ class Inputs:
     chunk_table: Any
 
     @property
-    def sampling(self) -> tuple[Any, Any, Any]:
+    def sampling(self) -> tuple[Any, ...]:
         """In the order of `PlainSampling`."""
-        return self.temperature, self.min_p, self.uniform
+        return self.temperature, self.min_p, self.uniform, self.top_k, self.top_p
+
+    @property
+    def penalties(self) -> tuple[Any, ...]:
+        """In the order of `Penalties`."""
+        return self.counts_row, self.repetition, self.presence, self.frequency
 
     @staticmethod
     def sizes(shape: Shape, table_width: int) -> list[int]:
@@ -186,7 +201,7 @@ class Inputs:
         ends = shape.chunks + 1 if shape.chunks else 0
         return [
             2 * shape.rows,
-            *[shape.rows] * 3,
+            *[shape.rows] * 9,
             *[shape.tokens] * 4,
             shape.decodes,
             shape.decodes * table_width,
@@ -201,9 +216,9 @@ class Inputs:
         sizes = cls.sizes(shape, table_width)
         parts = list(buffer[: sum(sizes)].split(sizes))
         parts[0] = parts[0].view(torch.float64)
-        parts[1:3] = (part.view(torch.float32) for part in parts[1:3])
-        parts[9] = parts[9].view(shape.decodes, table_width)
-        parts[12] = parts[12].view(shape.chunks, table_width)
+        parts[1:7] = (part.view(torch.float32) for part in parts[1:7])
+        parts[15] = parts[15].view(shape.decodes, table_width)
+        parts[18] = parts[18].view(shape.chunks, table_width)
         return cls(*parts)
 
     def numpy(self) -> Inputs:
@@ -222,6 +237,9 @@ class _StepGraph:
     sources: list[Tensor]
     """of the host buffers, in the same order, what is copied to ..."""
     target: Tensor
+    counts: Tensor | None
+    """the table of counts, with penalties, and which rows of it the last replay counted in"""
+    counts_row: Tensor
 
 
 class StepGraphs:
@@ -249,7 +267,8 @@ class StepGraphs:
         self._before = torch.zeros_like(sampled)
         self._capture = capture
         self._table_width = min(config.num_pages(config.max_model_len), config.num_blocks)
-        self._graphs: dict[Shape, _StepGraph] = {}
+        self._graphs: dict[tuple[Shape, bool], _StepGraph] = {}
+        self._last: _StepGraph | None = None
         words = max(sum(Inputs.sizes(s, self._table_width)) for s in ladder.largest)
         device = sampled.device
         self._buffer = torch.zeros(words, dtype=torch.int32, device=device)
@@ -261,40 +280,51 @@ class StepGraphs:
         ]
 
     def replay(
-        self, shape: Shape, decodes: list[Chunk], chunks: list[Chunk], sampling: PlainSampling
+        self,
+        shape: Shape,
+        decodes: list[Chunk],
+        chunks: list[Chunk],
+        sampling: PlainSampling,
+        penalties: Penalties | None = None,
+        counts: Tensor | None = None,
     ) -> Tensor:
         """Compute a step of `shape`: `decodes`, those with the longest context first, then
-        `chunks`.
+        `chunks`; with penalties from the table `counts`, which is always the same.
 
         Returns:
             `[shape.rows, hidden_size]`, the last hidden state of decode `i` in row `i`, and of
             chunk `j` in row `shape.decodes + j`; valid until the next call. The tokens that plain
             sampling takes are the same rows of `sampled`.
         """
-        step = self._graphs.get(shape)
+        key = shape, penalties is not None
+        step = self._graphs.get(key)
         if step is None:
-            step = self._graphs[shape] = self._new_graph(shape)
+            step = self._graphs[key] = self._new_graph(shape, counts if penalties else None)
         self._turn = 1 - self._turn
-        fill(step.inputs[self._turn], decodes, chunks, sampling, self._kv_cache.block_size)
+        inputs = step.inputs[self._turn]
+        fill(inputs, decodes, chunks, sampling, self._kv_cache.block_size)
+        if penalties is not None:
+            _fill_rows(inputs, inputs.penalties, penalties, len(decodes))
         step.target.copy_(step.sources[self._turn], non_blocking=True)
         step.graph.replay()
+        self._last = step
         return step.hidden
 
     def capture_usual(self) -> None:
         """Capture what most runs need, the largest first: its memory serves the others."""
         for shape in self._ladder.usual():
-            if shape not in self._graphs:
-                self._graphs[shape] = self._new_graph(shape)
+            if (shape, False) not in self._graphs:
+                self._graphs[shape, False] = self._new_graph(shape, None)
 
     def run_padding(self, shape: Shape) -> None:
         """A step of nothing but padding, without a graph."""
         with self._padding(shape) as inputs:
-            self._step(shape, inputs)
+            self._step(shape, inputs, None)
 
-    def _new_graph(self, shape: Shape) -> _StepGraph:
+    def _new_graph(self, shape: Shape, counts: Tensor | None) -> _StepGraph:
         # What runs before the first replay is a step of padding.
         with self._padding(shape) as inputs:
-            graph, hidden = self._capture(lambda: self._step(shape, inputs))
+            graph, hidden = self._capture(lambda: self._step(shape, inputs, counts))
         width = self._table_width
         words = sum(Inputs.sizes(shape, width))
         return _StepGraph(
@@ -303,6 +333,8 @@ class StepGraphs:
             [Inputs.of(host, shape, width).numpy() for host in self._hosts],
             [host[:words] for host in self._hosts],
             self._buffer[:words],
+            counts,
+            inputs.counts_row,
         )
 
     @contextmanager
@@ -318,10 +350,14 @@ class StepGraphs:
             self._sampled.copy_(before)
 
     def undo(self) -> None:
-        """Give `sampled` back what it held before the last replay, so that it can be repeated."""
+        """Give `sampled` and the counts back what they held before the last replay, so that it can
+        be repeated."""
+        if self._last is not None and self._last.counts is not None:
+            rows = self._last.counts_row
+            count_tokens(self._last.counts, rows, self._sampled[: len(rows)], times=-1)
         self._sampled.copy_(self._before)
 
-    def _step(self, shape: Shape, x: Inputs) -> Tensor:
+    def _step(self, shape: Shape, x: Inputs, counts: Tensor | None) -> Tensor:
         self._before.copy_(self._sampled)
         # A row without a token (-1) ends its sequence; the host does not know it yet.
         earlier = self._sampled[x.source.clamp(min=0)].clamp(min=0)
@@ -346,7 +382,11 @@ class StepGraphs:
         if shape.chunks:
             hidden = hidden[x.last]
         logits = self._model.compute_raw_logits(hidden)
-        tokens = sample_plain(logits, x.temperature, x.min_p, x.uniform)
+        if counts is not None:
+            logits = penalize(logits, counts, *x.penalties)
+        tokens = sample_plain(logits, *x.sampling)
+        if counts is not None:
+            count_tokens(counts, x.counts_row, tokens)
         self._sampled[: shape.rows].copy_(tokens)
         return hidden
 
@@ -359,11 +399,7 @@ def fill(
     block_size: int,
 ) -> None:
     """Write a step's inputs, arrays, on the host, padding included."""
-    first_chunk = len(x.cache_seqlens)
-    rows = np.r_[0 : len(decodes), first_chunk : first_chunk + len(chunks)]
-    for column, values in zip(x.sampling, sampling, strict=True):
-        column[:] = 0
-        column[rows] = values
+    _fill_rows(x, x.sampling, sampling, len(decodes))
     for column, padding in ((x.source, -1), (x.token_ids, 0), (x.positions, 0), (x.slots, -1)):
         column[:] = padding
     _fill_tables(x.block_table, decodes)
@@ -371,6 +407,18 @@ def fill(
     _fill_decodes(x, decodes, block_size)
     if len(x.chunk_table):
         _fill_chunks(x, chunks, block_size)
+
+
+def _fill_rows(
+    x: Inputs, columns: tuple[np.ndarray, ...], values: tuple[np.ndarray, ...], num_decodes: int
+) -> None:
+    """Values of the decodes, then of the chunks; 0 for padding."""
+    first_chunk = len(x.cache_seqlens)
+    num_chunks = len(values[0]) - num_decodes
+    for column, of_all in zip(columns, values, strict=True):
+        column[:] = 0
+        column[:num_decodes] = of_all[:num_decodes]
+        column[first_chunk : first_chunk + num_chunks] = of_all[num_decodes:]
 
 
 def _fill_tables(table: np.ndarray, chunks: list[Chunk]) -> None:

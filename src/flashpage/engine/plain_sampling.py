@@ -17,11 +17,36 @@ class PlainSampling(NamedTuple):
     temperature: np.ndarray
     min_p: np.ndarray
     uniform: np.ndarray
+    top_k: np.ndarray
+    top_p: np.ndarray
 
-    def tensors(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """float32, float32 and float64, on the device."""
-        temperature, min_p, uniform = (torch.from_numpy(x).to(device) for x in self)
-        return temperature, min_p, uniform
+    def tensors(self, device: torch.device) -> list[Tensor]:
+        """float32, float32, float64, int32 and float32, on the device."""
+        return [torch.from_numpy(x).to(device) for x in self]
+
+
+class Penalties(NamedTuple):
+    """One entry per sequence; row 0 of the table of counts: without."""
+
+    rows: np.ndarray
+    repetition: np.ndarray
+    presence: np.ndarray
+    frequency: np.ndarray
+
+    def tensors(self, device: torch.device) -> list[Tensor]:
+        """int32 and three times float32, on the device."""
+        return [torch.from_numpy(x).to(device) for x in self]
+
+
+def penalties_of(sequences: list[Sequence], rows: list[int]) -> Penalties:
+    """What they ask for, and their rows of the table."""
+    params = [sequence.params for sequence in sequences]
+    return Penalties(
+        np.array(rows, np.int32),
+        np.array([p.repetition_penalty for p in params], np.float32),
+        np.array([p.presence_penalty for p in params], np.float32),
+        np.array([p.frequency_penalty for p in params], np.float32),
+    )
 
 
 def plain_sampling(sequences: list[Sequence]) -> PlainSampling:
@@ -32,10 +57,14 @@ def plain_sampling(sequences: list[Sequence]) -> PlainSampling:
     draws = np.array(
         [len(s.token_ids) - s.num_prompt_tokens + s.num_pending for s in sequences], np.uint64
     )
+    wishes = np.array([s.plain_wishes for s in sequences], np.float64).reshape(count, 4)
+    temperature, min_p, top_k, top_p = wishes.T
     return PlainSampling(
-        np.array([s.temperature for s in sequences], np.float32),
-        np.array([s.params.min_p for s in sequences], np.float32),
+        temperature.astype(np.float32),
+        min_p.astype(np.float32),
         (mix_seeds(seeds, draws) >> np.uint64(11)) / float(1 << 53),
+        top_k.astype(np.int32),
+        top_p.astype(np.float32),
     )
 
 

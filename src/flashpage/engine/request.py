@@ -19,6 +19,8 @@ from flashpage.engine.outputs import (
 from flashpage.engine.sampling_params import SamplingParams
 
 MASK_64 = (1 << 64) - 1
+MAX_TOP_K = 2**31 - 1
+"""What an int32 holds; no vocabulary is larger."""
 
 
 def mix_seed(seed: int, index: int) -> int:
@@ -58,6 +60,7 @@ class Sequence:
     # What penalties look at, if there are any; kept as the tokens come, so that a step costs what
     # it changes.
     output_counts: dict[int, int] = field(default_factory=dict)
+    counts_row: int = 0  # where the device counts them, see `TokenCounts`
     logprobs: list[TokenLogprobDict] = field(default_factory=list)
     detokenizer: IncrementalDetokenizer | None = None
     stop_matcher: StopMatcher | None = None
@@ -71,9 +74,13 @@ class Sequence:
         self.is_plain: bool = self.request.is_plain
         self.generates: bool = self.request.max_tokens > 0
         self.min_tokens: int = self.params.min_tokens
+        self.is_penalized: bool = self.is_plain and self.request.looks_back
+        self.waits_for_tokens: bool = not self.is_plain and self.request.looks_back
         self.num_prompt_tokens: int = self.request.num_prompt_tokens
         self.scores_prompt: bool = self.params.prompt_logprobs is not None
         self.temperature: float = 0.0 if self.params.is_greedy else self.params.temperature
+        top_k = min(max(self.params.top_k, 0), MAX_TOP_K)
+        self.plain_wishes = (self.temperature, self.params.min_p, top_k, self.params.top_p)
 
     @property
     def num_tokens(self) -> int:
@@ -193,10 +200,12 @@ class Request:
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether tokens are chosen by temperature and min_p alone, and nothing is reported."""
+        """Whether the device chooses tokens by itself: by temperature, min_p, top_k, top_p and
+        penalties, where nothing is reported."""
         p = self.params
-        ranked = p.top_k > 0 or p.top_p < 1.0
-        return not (self.looks_back or ranked or p.logit_bias or p.logprobs is not None)
+        return not (
+            p.logit_bias or p.logprobs is not None or (self.looks_back and p.min_tokens > 0)
+        )
 
     @property
     def is_finished(self) -> bool:

@@ -16,18 +16,19 @@ from flashpage.attention.triton.runtime import can_compile_ahead, compiling_ahea
 from flashpage.cache.kv_cache import KVCache
 from flashpage.engine.config import EngineConfig
 from flashpage.engine.cuda_graph import Capture, Ladder, Shape, StepGraphs, cuda_capture
-from flashpage.engine.plain_sampling import plain_sampling
+from flashpage.engine.plain_sampling import Penalties, penalties_of, plain_sampling
 from flashpage.engine.request import Sequence, mix_seed
 from flashpage.engine.scheduler import Chunk
+from flashpage.engine.token_counts import TokenCounts
 from flashpage.layers.attention import (
     SequenceSlice,
     attention_order,
     build_attention_metadata,
 )
 from flashpage.layers.linear import FEW_ROWS
+from flashpage.layers.penalties import count_tokens, penalize
 from flashpage.layers.sampler import (
     RowSampling,
-    SampledRow,
     TokenLogprobs,
     gather_logprobs,
     non_finite_rows,
@@ -123,6 +124,7 @@ class Runner:
         self._device = torch.device(config.device)
         self._eos_token_ids = eos_token_ids
         self._ladder = Ladder(config)
+        self._counts: TokenCounts | None = None  # when the first penalty is asked for
         # The tokens of the last step, which the next one may start from before the host knows them.
         self._sampled = torch.zeros(self._ladder.max_rows, dtype=torch.int64, device=self._device)
         # Where the host finds them, in turn: two steps are under way at most.
@@ -209,7 +211,7 @@ class Runner:
         hidden = self._model(ids, torch.zeros_like(ids), self._kv_cache, metadata)
         logits = self._model.compute_logits(hidden[-1:])
         nothing = torch.zeros(1, device=self._device)
-        sample_plain(logits, nothing, nothing, nothing.double())
+        sample_plain(logits, nothing, nothing, nothing.double(), nothing.int(), nothing)
 
     def _replay(
         self, graphs: StepGraphs, shape: Shape, decodes: list[Chunk], others: list[Chunk]
@@ -221,12 +223,16 @@ class Runner:
         every = [chunk.sequence for chunk in chunks]
         sequences = list(compress(every, sampled_here))
         sampling = plain_sampling(every)
-        hidden = graphs.replay(shape, decodes, others, sampling)
+        penalties = self._penalties(every, sampled_here)
+        counts = None if penalties is None else self._token_counts().table
+        hidden = graphs.replay(shape, decodes, others, sampling, penalties, counts)
         try:
-            if self._all_plain(sequences):
-                sampled = self._fetch(sequences, rows)
+            others = self._not_plain(sequences)
+            if others:
+                logits = self._model.compute_logits(hidden[[rows[i] for i in others]])
+                sampled = self._choose(logits, sequences, rows, others)
             else:
-                sampled = self._choose(self._model.compute_logits(hidden[rows]), sequences, rows)
+                sampled = self._fetch(sequences, rows)
         except BaseException:  # Ctrl-C too: the step will be repeated
             graphs.undo()
             raise
@@ -258,24 +264,64 @@ class Runner:
         if not sequences:
             return _Rows([])
         logits = self._model.compute_logits(hidden)
-        if not (self._config.overlap and self._all_plain(sequences)):
-            return self._choose(logits, sequences, list(range(len(sequences))))
+        places = list(range(len(sequences)))
+        if self._device.type == "cpu" and not self._config.overlap:
+            return self._choose(logits, sequences, places, places)
+        penalties = self._penalties(sequences, [True] * len(sequences))
+        if penalties is not None:
+            rows, *amounts = penalties.tensors(self._device)
+            logits = penalize(logits, self._token_counts().table, rows, *amounts)
         tokens = sample_plain(logits, *plain_sampling(sequences).tensors(self._device))
         self._sampled[: len(sequences)].copy_(tokens)
-        return self._fetch(sequences, list(range(len(sequences))))
+        others = self._not_plain(sequences)
+        if others:
+            sampled = self._choose(logits[others], sequences, places, others)
+        else:
+            sampled = self._fetch(sequences, places)
+        if penalties is not None:  # last: a step that fails before is repeated
+            count_tokens(self._token_counts().table, rows, tokens)
+        return sampled
 
-    def _all_plain(self, sequences: list[Sequence]) -> bool:
-        return all(
-            s.is_plain and (s.min_tokens == 0 or s.num_chosen_tokens >= s.min_tokens)
-            for s in sequences
-        )
+    def _penalties(self, sequences: list[Sequence], is_sampled: list[bool]) -> Penalties | None:
+        """What the device is told of penalties, if there are any."""
+        if not any(sequence.is_penalized for sequence in sequences):
+            return None
+        counts = self._token_counts()
+        rows = [
+            counts.row_of(sequence) if sampled and sequence.is_penalized else 0
+            for sequence, sampled in zip(sequences, is_sampled, strict=True)
+        ]
+        return penalties_of(sequences, rows)
 
-    def _choose(self, logits: Tensor, sequences: list[Sequence], places: list[int]) -> Sampled:
-        """Any kind of sampling, finished when this returns; the tokens also go to `places`."""
-        rows = sample(logits, [_row_sampling(s, self._eos_token_ids) for s in sequences])
-        if self._config.overlap:
-            tokens = torch.tensor([max(row.token_id, 0) for row in rows], device=self._device)
-            self._sampled[places] = tokens
+    def _token_counts(self) -> TokenCounts:
+        if self._counts is None:
+            vocab_size = self._model.config.vocab_size
+            self._counts = TokenCounts(self._config.max_num_seqs, vocab_size, self._device)
+        return self._counts
+
+    def _not_plain(self, sequences: list[Sequence]) -> list[int]:
+        """Those whose token is not chosen on the device."""
+        return [
+            i
+            for i, s in enumerate(sequences)
+            if not s.is_plain or (s.min_tokens and s.num_chosen_tokens < s.min_tokens)
+        ]
+
+    def _choose(
+        self, logits: Tensor, sequences: list[Sequence], places: list[int], others: list[int]
+    ) -> Sampled:
+        """Any kind of sampling for `others`, whose logits these are, finished when this returns.
+
+        The device has chosen for the rest, and is told these tokens too, in their `places`.
+        """
+        chosen = sample(logits, [_row_sampling(sequences[i], self._eos_token_ids) for i in others])
+        if len(others) == len(sequences) and not self._config.overlap:
+            return _Rows(chosen)
+        tokens = torch.tensor([max(row.token_id, 0) for row in chosen], device=self._device)
+        self._sampled[[places[i] for i in others]] = tokens
+        rows: list[Row] = list(self._fetch(sequences, places).wait())
+        for i, row in zip(others, chosen, strict=True):
+            rows[i] = row
         return _Rows(rows)
 
     def _fetch(self, sequences: list[Sequence], rows: list[int]) -> Sampled:
@@ -317,9 +363,9 @@ class Runner:
 class _Rows:
     """Tokens that the host has."""
 
-    rows: list[SampledRow]
+    rows: SequenceOf[Row]
 
-    def wait(self) -> list[SampledRow]:
+    def wait(self) -> SequenceOf[Row]:
         return self.rows
 
 

@@ -26,7 +26,7 @@ from flashpage.cache.prefix import PrefixCache, PrefixNode
 from flashpage.engine.config import EngineConfig
 from flashpage.engine.request import Sequence
 
-CHUNK_WORK = 768
+CHUNK_WORK = 640
 """tokens of one prompt in a step, at most, while others decode: on an H200 they take about as long
 as a step of 32 decodes of a small model (`flashpage bench interference`)"""
 

@@ -120,35 +120,65 @@ def sample(logits: Tensor, rows: Sequence[RowSampling]) -> list[SampledRow]:
     ]
 
 
-def sample_plain(logits: Tensor, temperature: Tensor, min_p: Tensor, uniform: Tensor) -> Tensor:
-    """Choose one token per row by temperature and min_p alone, without waiting for the device.
+def sample_plain(
+    logits: Tensor,
+    temperature: Tensor,
+    min_p: Tensor,
+    uniform: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+) -> Tensor:
+    """Choose one token per row by temperature, min_p, top_k and top_p, without waiting for the
+    device.
+
+    The same choices as in `sample`, but where a random number lies on the border of two tokens. Of
+    equal logits at the border of top_k or top_p the first tokens are kept.
 
     Args:
-        logits: `[num_rows, vocab_size]`.
+        logits: `[num_rows, vocab_size]`, float32, bfloat16 or float16.
         temperature: float32 `[num_rows]`, 0 = the most likely token.
         min_p: float32 `[num_rows]`, 0 = off.
         uniform: float64 `[num_rows]` in [0, 1), the rows' random numbers.
+        top_k: int32 `[num_rows]`, 0 = off.
+        top_p: float32 `[num_rows]`, 1 = off.
 
     Returns:
-        int64 `[num_rows]`: what `sample` chooses, or -1 where that gives an error.
+        int64 `[num_rows]`, -1 where `sample` gives an error.
     """
+    wishes = (temperature, min_p, uniform, top_k, top_p)
     if logits.device.type == "cuda" and kernels_enabled() and why_no_triton() is None:
         from flashpage.layers import triton_sampler
 
-        return triton_sampler.sample_plain(logits, temperature, min_p, uniform)
-    return sample_plain_torch(logits, temperature, min_p, uniform)
+        return triton_sampler.sample_plain(logits, *wishes)
+    return sample_plain_torch(logits, *wishes)
 
 
 def sample_plain_torch(
-    logits: Tensor, temperature: Tensor, min_p: Tensor, uniform: Tensor
+    logits: Tensor,
+    temperature: Tensor,
+    min_p: Tensor,
+    uniform: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
 ) -> Tensor:
-    """`sample_plain` in torch operators."""
+    """`sample_plain` in torch operators, with a sort."""
     logits = logits.float()
     top = logits.amax(dim=-1, keepdim=True)
     drawing = temperature > 0
     scores = (logits - top) / torch.where(drawing, temperature, 1.0)[:, None]
     scores.masked_fill_(scores < min_p.log()[:, None], -torch.inf)
-    drawn = _invert_cdf(scores.exp(), uniform.double()[:, None])
+    weights = scores.exp().double()
+    cut = (top_k > 0) | (top_p < 1)
+    if weights.device.type != "cpu" or cut.any():  # elsewhere the host would have to wait
+        order = logits.argsort(dim=-1, descending=True, stable=True)
+        weights = weights.gather(1, order)
+        ranks = torch.arange(logits.shape[1], device=logits.device)
+        weights.masked_fill_((top_k[:, None] > 0) & (ranks >= top_k[:, None]), 0.0)
+        mass = weights.cumsum(dim=-1)
+        target = top_p.double()[:, None] * mass[:, -1:]
+        weights.masked_fill_((top_p[:, None] < 1) & (mass - weights >= target), 0.0)
+        weights = torch.zeros_like(weights).scatter_(1, order, weights)
+    drawn = _invert_cdf(weights, uniform.double()[:, None])
     tokens = torch.where(drawing, drawn, logits.argmax(dim=-1))
     valid = top.isfinite().squeeze(1) & (~drawing | (scores.amax(dim=-1) == 0))
     return torch.where(valid, tokens, -1)
@@ -296,7 +326,10 @@ def _draw_ranked(scores: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) 
         target = p * torch.where(k <= num_candidates, mass[:, -1:], totals[pending])
         done = (k <= num_candidates) | ((k >= vocab_size) & (mass[:, -1:] >= target))
         weights[mass - weights >= target] = 0
-        chosen = ids.gather(1, _invert_cdf(weights, uniform[pending])[:, None])
+        # Drawn in the order of token ids, as without a cut, and as `sample_plain` does.
+        order = ids.argsort(dim=-1)
+        place = _invert_cdf(weights.gather(1, order), uniform[pending])[:, None]
+        chosen = ids.gather(1, order.gather(1, place))
         done = done.squeeze(1)
         token_ids[pending[done]] = chosen.squeeze(1)[done]
         pending = pending[~done]

@@ -81,7 +81,7 @@ class QuantizedDecoder(nn.Module):
     """A decoder of the Llama family whose matrices stay quantised; runs on the CPU.
 
     Takes and gives what `DecoderModel` does, with hidden states in float32. Activations are
-    quantised to int8 in blocks of 32 before each product, so that a token's result depends on
+    rounded to 12 bits in blocks of 32 before each product, so that a token's result depends on
     nothing but the token and its context: not on the step, chunk or batch that it is computed in.
 
     K and V are kept in an order of the kernels' own within each page (`layers.cpu`): pages are not
@@ -241,7 +241,8 @@ class QuantizedDecoder(nn.Module):
         if isinstance(self.embedding, Tensor):
             return F.embedding(input_ids, self.embedding).float().numpy()
         table = self.embedding
-        out = np.empty((len(input_ids), table.cols), np.float32)
+        # torch's memory begins at a multiple of 64, as vectors that the kernels store should.
+        out = torch.empty(len(input_ids), table.cols).numpy()
         call(kernels(_STEP).embed, 1, table.address(), input_ids.numpy(), out)
         return out
 

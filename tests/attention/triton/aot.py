@@ -228,8 +228,9 @@ def compile_layers(dtype: torch.dtype) -> None:
     weight, slots = torch.empty(128, dtype=dtype), torch.zeros(2, dtype=torch.int32)
     rotate_and_store(qkv, 16, 8, weight, weight, 1e-6, angles, angles, pages, pages, slots)
     rotate_and_store(qkv, 16, 8, None, None, 0.0, angles, angles, pages, pages, slots)
-    wishes = torch.empty(2), torch.empty(2), torch.empty(2, dtype=torch.float64)
-    sample_plain(torch.empty(2, 151936, dtype=dtype), *wishes)
+    draw = torch.empty(2), torch.empty(2), torch.empty(2, dtype=torch.float64)
+    cut = torch.empty(2, dtype=torch.int32), torch.empty(2)
+    sample_plain(torch.empty(2, 151936, dtype=dtype), *draw, *cut)
 
 
 def compile_few_rows(dtype: torch.dtype, num_rows: int, hidden: int, intermediate: int) -> None:

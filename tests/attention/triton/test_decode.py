@@ -17,7 +17,7 @@ from flashpage.attention.triton.decode import (
     decode,
     launch,
 )
-from kernels import DEVICE, DTYPES
+from kernels import DEVICE, DTYPES, poisoned  # noqa: F401 - a fixture
 from oracles import assert_as_good, dense
 
 SMALL = Tile(16, 16, 4, 1, 2)
@@ -418,6 +418,33 @@ def test_a_captured_graph_replays_with_other_lengths(num_splits):
             q, k, v = (x[None].double() for x in (call.q[i], call.keys[i], call.values[i]))
             exact = dense(q, k[:, :n], v[:, :n], softmax_scale=0.25)[0][0]
             torch.testing.assert_close(out[i].double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 16), (128, 16), (128, 256)])
+@pytest.mark.parametrize("seqlen_q", [1, 4, 8, 16])
+@pytest.mark.parametrize("num_splits", [0, 1, 7])
+def test_rows_of_several_queries_with_the_chosen_tile(head_dim, block_size, seqlen_q, num_splits):
+    call = Call(
+        [300, 16, 0, 1023], seqlen_q, 1024, (16, 2, head_dim), torch.bfloat16, block_size,
+        num_splits=num_splits, tile=None, options={"causal": True},
+    )  # fmt: skip
+    call.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("seqlen_q", "num_splits"), [(1, 0), (1, 7), (5, 1), (16, 9)])
+def test_200_times_bitwise(seqlen_q, num_splits):
+    call = Call(
+        [900, 77, 0, 1024], seqlen_q, 1024, (16, 2, 128), torch.bfloat16, 16,
+        num_splits=num_splits, tile=None,
+    )  # fmt: skip
+    out, lse = call.run()
+    for _ in range(200):
+        again = call.run()
+        assert torch.equal(again[0], out)
+        assert torch.equal(again[1], lse)
 
 
 @pytest.mark.gpu

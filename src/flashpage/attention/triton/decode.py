@@ -13,10 +13,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashpage.attention.dispatch import DecodeInputs
 from flashpage.attention.problem import MAX_NUM_SPLITS, Problem
@@ -31,7 +28,7 @@ from flashpage.attention.triton.arguments import (
     window,
 )
 from flashpage.attention.triton.combine import combine, empty_parts
-from flashpage.attention.triton.score import LN2, LOG2E, key_range, logits2, visible
+from flashpage.attention.triton.decode_kernel import split_kernel
 
 # ---------------------------------------------------------------------------------------------
 # Choices: the size of a tile, and into how many parts the keys are split
@@ -50,7 +47,7 @@ class Tile:
     depth: int
     """blocks of keys on their way while one is worked on"""
     per_multiprocessor: int
-    """programs that use a multiprocessor's share of the bandwidth; half as many again fit it"""
+    """programs that run on a multiprocessor at the same time, by its memory and registers"""
 
     def num_stages(self, paged: bool) -> int:
         """Of Triton's pipeline, which shares them out over loads that wait for each other."""
@@ -67,19 +64,27 @@ def choose_tile(capability: int, head_dim: int, element_size: int, num_rows: int
     bytes_per_key = 2 * padded_head_dim(head_dim) * element_size
     # Without matrix units (float32) and with wide heads, more rows do not fit the registers.
     most_rows = 16 if element_size > 2 else 32 if head_dim > 128 else 64
+    if most_rows == 64 and capability == 90:
+        most_rows = 128  # tiles of the same keys would read them twice, if only from the cache
     block_m = min(most_rows, max(16, next_power_of_2(num_rows)))
     # Bytes of keys and values in one block, and blocks on their way: by the shared memory.
     if capability in (80, 90, 100, 103):
-        block_bytes, depth, per_multiprocessor = 32768, 2, 2
+        block_bytes, depth = 32768, 2
     elif capability > 80:
-        block_bytes, depth, per_multiprocessor = 16384, 2, 2
+        block_bytes, depth = 16384, 2
     else:
-        block_bytes, depth, per_multiprocessor = 16384, 1, 2
+        block_bytes, depth = 16384, 1
     if element_size > 2 or head_dim * element_size % 16 != 0:
         # Products without matrix units, and heads that are fetched through registers.
         block_bytes, depth = block_bytes // 2, 1
     block_n = max(16, min(128, block_bytes // bytes_per_key))
-    return Tile(block_m, block_n, 8 if block_m == 64 else 4, depth, per_multiprocessor)
+    num_warps = 8 if block_m >= 64 else 4
+    per_multiprocessor = 3 if block_m == 16 and capability >= 90 else 2
+    if capability == 90 and block_m == 64:
+        num_warps = 4  # a warpgroup, of which two then fit
+    elif block_m == 128:
+        depth, per_multiprocessor = depth + 1, 1
+    return Tile(block_m, block_n, num_warps, depth, per_multiprocessor)
 
 
 @lru_cache(maxsize=1024)
@@ -87,257 +92,22 @@ def choose_num_splits(num_programs: int, slots: int, max_blocks: int) -> int:
     """Parts of the keys: the fewest that keep the GPU's memory as busy as any number does, or 98 %
     of that, as a model of it says.
 
-    num_programs: programs without splitting; slots: programs that use the whole bandwidth, half
-    as many again run at the same time; max_blocks: blocks of keys that the longest sequence can
-    have.
+    num_programs: programs without splitting; slots: programs that run at the same time;
+    max_blocks: blocks of keys that the longest sequence can have.
     """
 
     def busy(splits: int) -> float:
         programs = num_programs * splits
-        if programs <= slots:
-            used = programs / slots
-        else:
-            # In the last round some multiprocessors have less to do; half of it is made up for.
-            idle = -programs % (slots + slots // 2)
-            used = programs / (programs + idle / 2)
-        blocks = max_blocks / splits
-        return used * blocks / (blocks + 1)  # starting and ending a program take about a block
+        # Slots that stay empty. Where programs are set up while others still run, these leave some
+        # multiprocessors full and others not; in a last round of several half is made up for.
+        idle = -programs % slots
+        used = programs / (programs + (idle if programs <= slots else idle / 2))
+        # Parts are whole blocks, and starting and ending a program take about a block.
+        return used * max_blocks / splits / (cdiv(max_blocks, splits) + 1)
 
     candidates = range(1, max(1, min(max_blocks, MAX_NUM_SPLITS)) + 1)
     best = max(map(busy, candidates))
     return next(splits for splits in candidates if busy(splits) >= 0.98 * best)
-
-
-# ---------------------------------------------------------------------------------------------
-# Kernels
-# ---------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _num_keys(seqlens_ptr, leftpad_ptr, sequence, num_new_tokens, capacity):
-    """`(first position, number of keys)` of a sequence, within the cache whatever was given."""
-    length = tl.load(seqlens_ptr + sequence)
-    stored = tl.minimum(length, capacity) + num_new_tokens
-    length = tl.where(length < 0, 0, tl.minimum(stored, capacity))
-    start = 0
-    if leftpad_ptr is not None:
-        start = tl.maximum(tl.load(leftpad_ptr + sequence), 0)
-    return start, tl.maximum(length - start, 0)
-
-
-@triton.jit
-def _elements(stride0, stride1, stride2, ALIGN: tl.constexpr):
-    """Strides in elements, int64, from strides in units of ALIGN elements."""
-    return (
-        stride0.to(tl.int64) * ALIGN,
-        stride1.to(tl.int64) * ALIGN,
-        stride2.to(tl.int64) * ALIGN,
-    )
-
-
-@triton.jit
-def _key_places(
-    table_row_ptr, begin, cols, inside, num_blocks, PAGE: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """`(page, place within it)` of the keys `cols`, which begin at `begin`.
-
-    Page ids are moved into the pool: garbage may give a wrong result, never a wild read.
-    """
-    if PAGE == 0:
-        page = 0
-        within = cols
-    else:
-        if PAGE % BLOCK_N == 0:
-            page = tl.load(table_row_ptr + begin // PAGE)
-            within = begin % PAGE + tl.arange(0, BLOCK_N)
-        else:
-            page = tl.load(table_row_ptr + cols // PAGE, mask=inside, other=0)
-            within = cols % PAGE
-        page = tl.minimum(tl.maximum(page, 0), num_blocks - 1)
-    return page, within
-
-
-@triton.jit(
-    do_not_specialize=[
-        "stride_qb", "stride_qs", "stride_qh", "stride_kb", "stride_ks", "stride_kh",
-        "stride_vb", "stride_vs", "stride_vh", "stride_table", "stride_slopes",
-        "softmax_scale", "softcap", "window_left", "window_right", "seqlen_q", "num_new_tokens",
-        "capacity", "num_blocks", "num_kv_heads", "num_tiles", "num_splits",
-    ]
-)  # fmt: skip
-def _split_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,  # SPLIT: float32 [rows, num_splits, head_dim], not normalised; else the output
-    lse_ptr,  # SPLIT: float32 [rows, num_splits], the row's maximum; else the LSE
-    sum_ptr,  # SPLIT: float32 [rows, num_splits], the row's sum; else None
-    seqlens_ptr,
-    table_ptr,
-    batch_idx_ptr,
-    leftpad_ptr,
-    slopes_ptr,
-    stride_qb,
-    stride_qs,
-    stride_qh,
-    stride_kb,
-    stride_ks,
-    stride_kh,
-    stride_vb,
-    stride_vs,
-    stride_vh,
-    stride_table,
-    stride_slopes,
-    softmax_scale,
-    softcap,
-    window_left,
-    window_right,
-    seqlen_q,
-    num_new_tokens,
-    capacity,
-    num_blocks,
-    num_kv_heads,
-    num_tiles,
-    num_splits,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PAGE: tl.constexpr,  # tokens of a page, 0 without pages
-    ALIGN: tl.constexpr,  # elements: the unit of the strides of q, k and v
-    SAME_STRIDES: tl.constexpr,  # of k and v
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    RAW_SCORES: tl.constexpr,  # the maximum is kept of q . k itself: scale > 0 and nothing else
-    SPLIT: tl.constexpr,
-    STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    if OVERLAP:
-        # The next kernel may be set up while this one runs; it waits for its end.
-        gdc_launch_dependents()
-        gdc_wait()
-    # Heads vary fastest: programs that run together read neighbouring memory.
-    pid = tl.program_id(0)
-    kv_head = pid % num_kv_heads
-    pid = pid // num_kv_heads
-    tile = pid % num_tiles
-    pid = pid // num_tiles
-    split = pid % num_splits
-    sequence = (pid // num_splits).to(tl.int64)
-
-    pad, len_k = _num_keys(seqlens_ptr, leftpad_ptr, sequence, num_new_tokens, capacity)
-    diff = len_k - seqlen_q
-    pairs = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    rows = pairs // GROUP
-    heads = kv_head * GROUP + pairs % GROUP
-    real = rows < seqlen_q
-    row_lo = tile * BLOCK_M // GROUP
-    row_hi = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1, seqlen_q)
-
-    lo, _, _, hi = key_range(
-        row_lo, row_hi, seqlen_q, len_k, window_left, window_right, BLOCK_N, HAS_LEFT, HAS_RIGHT
-    )
-    # lo is the start of a block; its keys before `first` are hidden, and may be garbage.
-    first = lo
-    if HAS_LEFT:
-        first = tl.maximum(row_lo + diff - window_left, 0)
-    if SPLIT:
-        per_split = tl.cdiv(tl.cdiv(tl.maximum(hi - lo, 0), num_splits), BLOCK_N) * BLOCK_N
-        lo = lo + split * per_split
-        hi = tl.minimum(hi, lo + per_split)
-
-    # Multiplied here, the compiler knows what they are multiples of, and makes wide loads.
-    stride_qb, stride_qs, stride_qh = _elements(stride_qb, stride_qs, stride_qh, ALIGN)
-    stride_kb, stride_ks, stride_kh = _elements(stride_kb, stride_ks, stride_kh, ALIGN)
-    stride_vb, stride_vs, stride_vh = _elements(stride_vb, stride_vs, stride_vh, ALIGN)
-    dims = tl.arange(0, BLOCK_D)
-    q_offsets = sequence * stride_qb + rows * stride_qs + heads * stride_qh
-    q = tl.load(
-        q_ptr + q_offsets[:, None] + dims[None, :],
-        mask=real[:, None] & (dims < HEAD_DIM)[None, :],
-        other=0.0,
-    )
-    slope = 0.0
-    if slopes_ptr is not None:
-        slope = tl.load(slopes_ptr + sequence * stride_slopes + heads, mask=real, other=0.0)[
-            :, None
-        ]
-
-    k_base = k_ptr + kv_head * stride_kh
-    v_base = v_ptr + kv_head * stride_vh
-    table_row_ptr = table_ptr
-    if PAGE > 0:
-        table_row_ptr = table_ptr + sequence * stride_table
-    else:
-        cache_row = sequence
-        if batch_idx_ptr is not None:
-            cache_row = tl.load(batch_idx_ptr + sequence).to(tl.int64)
-            cache_row = tl.minimum(tl.maximum(cache_row, 0), num_blocks - 1)
-        k_base += cache_row * stride_kb + pad * stride_ks
-        v_base += cache_row * stride_vb + pad * stride_vs
-
-    scale2 = softmax_scale * LOG2E
-    if not RAW_SCORES:
-        scale2 = 1.0
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741 - the field's name
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for begin in tl.range(lo, hi, BLOCK_N, num_stages=STAGES):
-        cols = begin + tl.arange(0, BLOCK_N)
-        inside = (cols >= first) & (cols < hi)
-        # Selected, not multiplied by zero: an unused slot may hold NaN.
-        used = inside[:, None] & (dims < HEAD_DIM)[None, :]
-        page, within = _key_places(table_row_ptr, begin, cols, inside, num_blocks, PAGE, BLOCK_N)
-        k_offsets = page * stride_kb + within * stride_ks
-        k = tl.load(k_base + k_offsets[:, None] + dims[None, :], mask=used, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if not RAW_SCORES:
-            scores = logits2(
-                scores, rows[:, None], cols[None, :], diff, softmax_scale, softcap, slope,
-                HAS_SOFTCAP, slopes_ptr is not None,
-            )  # fmt: skip
-        seen = inside[None, :]
-        if HAS_LEFT or HAS_RIGHT:
-            seen = seen & visible(
-                rows[:, None], cols[None, :], seqlen_q, len_k, window_left, window_right,
-                HAS_LEFT, HAS_RIGHT,
-            )  # fmt: skip
-        scores = tl.where(seen, scores, float("-inf"))
-
-        m_new = tl.maximum(m, tl.max(scores, 1))
-        # Rows that saw no key yet: exp2(-inf - 0) is 0 where exp2(-inf + inf) were NaN.
-        top = tl.where(m_new == float("-inf"), 0.0, m_new)
-        # The difference is scaled, not scaled terms subtracted: exact at any magnitude.
-        p = tl.exp2((scores - top[:, None]) * scale2)
-        fade = tl.exp2((m - top) * scale2)
-        l = l * fade + tl.sum(p, 1)  # noqa: E741
-        m = m_new
-        v_offsets = k_offsets
-        if not SAME_STRIDES:
-            v_offsets = page * stride_vb + within * stride_vs
-        v = tl.load(v_base + v_offsets[:, None] + dims[None, :], mask=used, other=0.0)
-        acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
-
-    num_q_heads = num_kv_heads * GROUP
-    place = (sequence * seqlen_q + rows) * num_q_heads + heads
-    if SPLIT:
-        place = place * num_splits + split
-        tl.store(lse_ptr + place, m, mask=real)
-        tl.store(sum_ptr + place, l, mask=real)
-        real = real & (lo < hi)
-    else:
-        empty = l == 0
-        acc = tl.where(empty, 0.0, 1.0 / l)[:, None] * acc
-        lse = tl.where(empty, float("inf"), (m * scale2 + tl.log2(l)) * LN2)
-        tl.store(lse_ptr + (sequence * num_q_heads + heads) * seqlen_q + rows, lse, mask=real)
-    tl.store(
-        out_ptr + (place * HEAD_DIM)[:, None] + dims[None, :],
-        acc.to(out_ptr.dtype.element_ty),
-        mask=real[:, None] & (dims < HEAD_DIM)[None, :],
-    )
 
 
 # ---------------------------------------------------------------------------------------------
@@ -414,7 +184,7 @@ def _launch_split(
     raw = raw_scores(problem)
     align = alignment(q, k, v)
     overlap = runtime.overlap(q.device)
-    runtime.launch(_split_kernel, (batch * num_splits * num_tiles * problem.num_kv_heads,))(
+    runtime.launch(split_kernel, (batch * num_splits * num_tiles * problem.num_kv_heads,))(
         q,
         k,
         v,

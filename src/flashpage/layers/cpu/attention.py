@@ -31,7 +31,9 @@ from flashpage.layers.cpu.attention_vectors import (
     values_4,
     values_6,
 )
-from flashpage.layers.cpu.linear import EXACT
+from flashpage.layers.cpu.dots import X_BYTES, XS_BYTES
+from flashpage.layers.cpu.linear import EXACT, scales_of
+from flashpage.layers.cpu.packing import BLOCK
 from flashpage.layers.cpu.vectors import row_quantize
 
 SPLIT = 512
@@ -65,44 +67,53 @@ def _scores(kv, n, q, s, k0, k1, k2, k3, n0, n1, n2, n3, dim):  # type: ignore[n
 
 
 @jit(**EXACT)
-def _values(kv, n, p, count, v, next_v, item_size, dim, o):  # type: ignore[no-untyped-def]
-    """Add `count` of 16 values to n rows, as many as `_scores` takes."""
+def _values(kv, n, p, count, v, next_v, item_size, dim, o, state):  # type: ignore[no-untyped-def]
+    """Add the values of `count` of 64 keys to n rows, as many as `_scores` takes."""
     d = 0
     while d + 64 <= dim:
+        at = d * item_size
         if n == 6:
-            values_6(kv, p, count, v + d * item_size, next_v + d * item_size, dim, o + d * 4)
+            values_6(
+                kv, p, count, v[0] + at, v[1] + at, v[2] + at, v[3] + at, next_v[0] + at,
+                next_v[1] + at, next_v[2] + at, next_v[3] + at, dim, o + d * 4, state,
+            )  # fmt: skip
         elif n == 4:
-            values_4(kv, p, count, v + d * item_size, next_v + d * item_size, dim, o + d * 4)
+            values_4(
+                kv, p, count, v[0] + at, v[1] + at, v[2] + at, v[3] + at, next_v[0] + at,
+                next_v[1] + at, next_v[2] + at, next_v[3] + at, dim, o + d * 4, state,
+            )  # fmt: skip
         elif n == 3:
-            values_3(kv, p, count, v + d * item_size, next_v + d * item_size, dim, o + d * 4)
+            values_3(
+                kv, p, count, v[0] + at, v[1] + at, v[2] + at, v[3] + at, next_v[0] + at,
+                next_v[1] + at, next_v[2] + at, next_v[3] + at, dim, o + d * 4, state,
+            )  # fmt: skip
         elif n == 2:
-            values_2(kv, p, count, v + d * item_size, next_v + d * item_size, dim, o + d * 4)
+            values_2(
+                kv, p, count, v[0] + at, v[1] + at, v[2] + at, v[3] + at, next_v[0] + at,
+                next_v[1] + at, next_v[2] + at, next_v[3] + at, dim, o + d * 4, state,
+            )  # fmt: skip
         else:
-            values_1(kv, p, count, v + d * item_size, next_v + d * item_size, dim, o + d * 4)
+            values_1(
+                kv, p, count, v[0] + at, v[1] + at, v[2] + at, v[3] + at, next_v[0] + at,
+                next_v[1] + at, next_v[2] + at, next_v[3] + at, dim, o + d * 4, state,
+            )  # fmt: skip
         d += 64
     while d < dim:
+        at = d * item_size
         row = 0
         while row + 4 <= n:
             narrow_values_4(
-                kv,
-                p + row * KEYS * 4,
-                count,
-                v + d * item_size,
-                next_v + d * item_size,
-                dim,
-                o + (row * dim + d) * 4,
-            )
+                kv, p + row * KEYS * 4, count, v[0] + at, v[1] + at, v[2] + at, v[3] + at,
+                next_v[0] + at, next_v[1] + at, next_v[2] + at, next_v[3] + at, dim,
+                o + (row * dim + d) * 4, state + row * 16,
+            )  # fmt: skip
             row += 4
         while row < n:
             narrow_values_1(
-                kv,
-                p + row * KEYS * 4,
-                count,
-                v + d * item_size,
-                next_v + d * item_size,
-                dim,
-                o + (row * dim + d) * 4,
-            )
+                kv, p + row * KEYS * 4, count, v[0] + at, v[1] + at, v[2] + at, v[3] + at,
+                next_v[0] + at, next_v[1] + at, next_v[2] + at, next_v[3] + at, dim,
+                o + (row * dim + d) * 4, state + row * 16,
+            )  # fmt: skip
             row += 1
         d += 16
 
@@ -132,18 +143,15 @@ def _attend_keys(  # type: ignore[no-untyped-def]
     for row in range(begin_row, rows):
         valid = min(position + row // group + 1, end) - first
         softmax(s_at + row * KEYS * 4, min(valid, KEYS), state_at + row * 16)
-        if state[4 * row + 2] != 1:
-            row_multiply(o_at + row * dim * 4, state[4 * row + 2], dim)
     row = begin_row
     while row < rows:
         n = rows - row
         n = 6 if n >= 6 else (4 if n >= 4 else n)
         valid = min(min(position + (row + n - 1) // group + 1, end) - first, KEYS)
-        for part in range((valid + 15) // 16):
-            _values(
-                kv, n, s_at + (row * KEYS + part * 16) * 4, min(16, valid - part * 16), v[part],
-                next_v[part], item_size, dim, o_at + row * dim * 4,
-            )  # fmt: skip
+        _values(
+            kv, n, s_at + row * KEYS * 4, valid, v, next_v, item_size, dim, o_at + row * dim * 4,
+            state_at + row * 16,
+        )  # fmt: skip
         row += n
 
 
@@ -222,13 +230,15 @@ def _write(total, state, rows, group, dim, where, first_row, head):  # type: ign
     """Normalised rows to their places, in float32 and quantised; see `attend`."""
     out, q, xs, row_size = where
     for token in range(rows // group):
-        column = (first_row + token) * row_size + head * group * dim
+        place, column = first_row + token, head * group * dim
+        first = place * row_size + column
         for row in range(token * group, (token + 1) * group):
             row_multiply(total.ctypes.data + row * dim * 4, np.float32(1) / state[4 * row + 1], dim)
         source = total.ctypes.data + token * group * dim * 4
         if out != 0:
-            row_copy(source, out + column * 4, group * dim)
-        row_quantize(source, q + column, xs + column // 2, group * dim)
+            row_copy(source, out + first * 4, group * dim)
+        scales = scales_of(xs, place, row_size // BLOCK) + column // BLOCK * XS_BYTES
+        row_quantize(source, q + first // BLOCK * X_BYTES, scales, group * dim)
 
 
 @jit(**EXACT)
@@ -299,8 +309,8 @@ def attend(  # type: ignore[no-untyped-def]
         q: address of float32 `[num_rows, num_q_heads * dim]`, times the softmax scale already.
         positions: int64 `[num_rows]`. tables: int32, `table_step` pages per sequence.
         units_per_block: units of 16 tokens in a page. k, v: addresses of the layer's pages.
-        where: addresses of the results of all rows as float32 (0: not wanted), as int8, and of the
-            int8's scales; and how many values a row has.
+        where: addresses of the results of all rows as float32 (0: not wanted), quantised, and of
+            those's scales (`row_quantize`); and how many values a row has.
         partial, state_of_partial: float32 `[group * dim]` and `[4 * group]`, for the result of one
             split of several, which `join` brings to its place.
         scratch: float32 `[scratch_size]`.

@@ -98,40 +98,62 @@ def _make_scores(num_rows: int) -> Any:
 
 def _make_values(num_rows: int, width: int) -> Any:
     @intrinsic
-    def values(typing_context, kv, p, count, v, next_v, dim, o):  # type: ignore[no-untyped-def]
-        """`o[row][:width] += sum_t p[row][t] * v[t][:width]` for the first `count` >= 1 of 16 keys.
+    def values(typing_context, kv, p, count, v0, v1, v2, v3, n0, n1, n2, n3, dim, o, state):  # type: ignore[no-untyped-def]
+        """`o[row][:width] = o[row][:width] * state[row][2] + sum_t p[row][t] * v[t][:width]`.
 
-        p `[num_rows, 64]`, v `[16, dim]`, o `[num_rows, dim]`. next_v: the same of a unit that
-        comes later, which is asked for meanwhile.
+        For the first `count` >= 1 of 64 keys, in units of 16. p `[num_rows, 64]`, v0 ... v3
+        `[16, dim]`, o `[num_rows, dim]`, state `[num_rows, 4]` (`softmax`). n0 ... n3: the units
+        that come next, which are asked for meanwhile.
         """
         which = kv.count
 
         def emit(b: Any, arguments: list[Any]) -> None:
-            p, count, v, next_v, dim, o = arguments
+            p, count, *units, dim, o, state = arguments
+            units, next_units = units[:_GROUPS], units[_GROUPS:]
             size = 2 if which == BFLOAT16_KV else 4
+            across = width // LANES
             parts = [
                 b.add(b.mul(scaled(b, dim, 4), i(row)), i(4 * part))
                 for row in range(num_rows)
                 for part in range(0, width, LANES)
             ]
-            across = width // LANES
 
-            def body(t: Any, sums: list[Any]) -> list[Any]:
-                first = b.mul(t, dim)
-                for line in range(0, width * size, 64):
-                    prefetch(b, next_v, b.add(scaled(b, first, size), i(line)))
-                row_v = [
-                    _load_kv(b, which, v, b.add(first, i(part))) for part in range(0, width, LANES)
-                ]
-                new = []
-                for row in range(num_rows):
-                    where = b.add(i(4 * KEYS * row), scaled(b, t, 4))
-                    weight = splat(b, load(b, p, where, F32, 4))
-                    old = sums[row * across : (row + 1) * across]
-                    new += [fma(b, weight, x, y) for x, y in zip(row_v, old, strict=True)]
-                return new
+            def one_of(addresses: list[Any], number: Any) -> Any:
+                chosen = addresses[0]
+                for at, address in enumerate(addresses[1:], 1):
+                    chosen = b.select(b.icmp_signed("==", number, i(at)), address, chosen)
+                return chosen
 
-            sums = loop(b, count, 1, [load(b, o, part, VF32, 4) for part in parts], body)
+            def one_unit(number: Any, sums: list[Any]) -> list[Any]:
+                v, next_v = one_of(units, number), one_of(next_units, number)
+                unit_p = b.add(p, scaled(b, number, 4 * LANES))
+                left = b.sub(count, scaled(b, number, LANES))
+                keys = b.select(b.icmp_signed("<", left, i(LANES)), left, i(LANES))
+
+                def body(t: Any, sums: list[Any]) -> list[Any]:
+                    first = b.mul(t, dim)
+                    for line in range(0, width * size, 64):
+                        prefetch(b, next_v, b.add(scaled(b, first, size), i(line)))
+                    row_v = [
+                        _load_kv(b, which, v, b.add(first, i(part)))
+                        for part in range(0, width, LANES)
+                    ]
+                    new = []
+                    for row in range(num_rows):
+                        where = b.add(i(4 * KEYS * row), scaled(b, t, 4))
+                        weight = splat(b, load(b, unit_p, where, F32, 4))
+                        old = sums[row * across : (row + 1) * across]
+                        new += [fma(b, weight, x, y) for x, y in zip(row_v, old, strict=True)]
+                    return new
+
+                return loop(b, keys, 1, sums, body)
+
+            old = []
+            for at, part in enumerate(parts):
+                rescale = splat(b, load(b, state, i(16 * (at // across) + 8), F32, 4))
+                old.append(b.fmul(load(b, o, part, VF32, 4), rescale))
+            num_units = b.udiv(b.add(count, i(LANES - 1)), i(LANES))
+            sums = loop(b, num_units, 1, old, one_unit)
             for part, total in zip(parts, sums, strict=True):
                 store(b, total, o, part, 4)
 
@@ -139,7 +161,7 @@ def _make_values(num_rows: int, width: int) -> Any:
             outlined(b, f"flashpage_values_{num_rows}_{width}_{which}", arguments[1:], emit)
             return context.get_dummy_value()
 
-        return types.void(kv, *[i64] * 6), generate
+        return types.void(kv, *[i64] * 13), generate
 
     return values
 

@@ -2,8 +2,9 @@
 
 A weight is kept in blocks of 16 output rows and 32 columns. Its bytes lie so that one vector holds
 four neighbouring columns of each of the 16 rows (`packing`), and a block's sum of products is
-exact in 32-bit integers, in any order. Then `out += d * x_scale * sum + m * x_scale * x_sum`, block
-after block, in float32: the same operations in the same order in every form.
+exact in 32-bit integers, in any order. An activation is `16 * high + low`, two bytes with a sum
+each. Then `out += m * x_sum + d * (x_scale * sum)`, block after block, in float32: the same
+operations in the same order in every form; what is in brackets is exact.
 Imported only where numba is installed.
 """
 
@@ -40,6 +41,10 @@ from flashpage.layers.cpu.vectors import (
     splat,
     store,
 )
+
+X_BYTES, XS_ROW, XS_BYTES = 64, 16, 256
+"""of a block of activations: its integers, its scales, and the scales of 16 rows, which lie
+together (`linear.scales_of`)"""
 
 _AHEAD = 4096
 """bytes by which weights are asked for before they are needed: the next group follows in memory"""
@@ -142,23 +147,41 @@ def load_scales(b: Any, address: Any, block: Any, kind: int) -> list[Any]:
     return [load(b, address, b.add(offset, i(64 * j)), VF32, 64) for j in range(count)]
 
 
+def _joined(b: Any, high: Any, low: Any) -> Any:
+    """Of 4-bit weights the whole sum is below 2**22."""
+    return b.add(b.shl(high, integers(4)), low)
+
+
+def _scaled_sum(b: Any, parts: list[Any], magic: Any) -> Any:
+    """`scale * sum` in float32, exactly; parts: 16 x i32, of the sum, or of high and low parts."""
+    low, bits = parts[-1], b.bitcast(magic, VI32)
+    total = b.fsub(b.bitcast(b.add(low, bits), VF32), magic)
+    if len(parts) == 1:
+        return total
+    bits = b.add(bits, integers(4 << 23))  # of 16 * magic
+    high = b.fsub(b.bitcast(b.add(parts[0], bits), VF32), b.bitcast(bits, VF32))
+    return b.fadd(high, total)
+
+
 def add_block(
-    b: Any, kind: int, total: Any, sums: list[Any], scales: list[Any], xs: Any, xs_at: Any
+    b: Any, total: Any, sums: list[list[Any]], scales: list[Any], xs: Any, xs_at: Any
 ) -> Any:
     """`total` and one block's part of it: the float32 arithmetic that all forms share.
 
-    sums: 16 x i32, of the block or of its halves; xs: address of the activations' scales, of which
-    those of this row and block begin `xs_at` bytes further.
+    sums: of the block or of its halves, each as one part or two (`_scaled_sum`). xs: address of the
+    activations' scales (`row_quantize`), of which those of this row and block begin `xs_at` bytes
+    further.
     """
 
     def scale(place: int) -> Any:
         return splat(b, load(b, xs, b.add(xs_at, i(4 * place)), F32, 4))
 
-    x_scale = scale(0)
-    for part, d, m in zip(range(len(sums)), scales[::2], scales[1::2], strict=True):
-        x_sum = scale(1 if len(sums) == 1 else 2 + part)
+    magic = scale(0)
+    for half, parts in enumerate(sums):
+        d, m = scales[2 * half : 2 * half + 2]
+        x_sum = scale(1 if len(sums) == 1 else 2 + half)
         total = fma(b, m, x_sum, total)
-        total = fma(b, b.sitofp(sums[part], VF32), b.fmul(d, x_scale), total)
+        total = fma(b, d, _scaled_sum(b, parts, magic), total)
     return total
 
 
@@ -173,25 +196,24 @@ def _make(num_rows: int, kind: int) -> Any:
 
     @intrinsic
     def rows_by_16(  # type: ignore[no-untyped-def]
-        typing_context, form, w, s, x, x_step, xs, xs_step, num_blocks, out, out_step, add
+        typing_context, form, w, s, x, x_step, xs, num_blocks, out, out_step, add
     ):
         """`out[m][:16] = x[m] @ w.T` for `num_rows` rows and 16 output columns.
 
         Args:
             form: of `forms`.
             w, s: addresses of `num_blocks` blocks of weights and of their scales.
-            x, xs: addresses of the rows' int8 values and scales, the next row `x_step` and
-                `xs_step` bytes further.
+            x, xs: addresses of the rows' integers, the next row `x_step` bytes further, and of
+                their scales (`row_quantize`), all in the same 16 rows.
             out: address of float32, the next row `out_step` bytes further.
             add: add to `out` instead of replacing it.
         """
         which = form.count
 
         def emit(b: Any, arguments: list[Any]) -> None:
-            w, s, x, x_step, xs, xs_step, num_blocks, out, out_step, add = arguments
+            w, s, x, x_step, xs, num_blocks, out, out_step, add = arguments
             rows = range(num_rows)
             x_rows = [b.mul(x_step, i(m)) for m in rows]
-            xs_rows = [b.mul(xs_step, i(m)) for m in rows]
             num_sums = 2 if kind == Q6_WIDE else 1
 
             def body(block: Any, totals: list[Any]) -> list[Any]:
@@ -199,21 +221,23 @@ def _make(num_rows: int, kind: int) -> Any:
                 for line in range(0, BLOCK_BYTES[kind], 64):
                     prefetch(b, w, b.add(offset, i(_AHEAD + line)))
                 vectors = weight_vectors(b, w, offset, bits)
-                sums = [[ZERO_I] * num_sums for _ in rows]
+                # Of each row and half of the block: the sums of high and of low parts.
+                sums = [[[ZERO_I, ZERO_I] for _ in range(num_sums)] for _ in rows]
                 for j, vector in enumerate(vectors):
                     half = j // 4 if num_sums == 2 else 0
-                    at = b.add(scaled(b, block, 32), i(4 * j))
                     for m in rows:
-                        four = splat(b, load(b, x, b.add(x_rows[m], at), I32, 4))
-                        sums[m][half] = dot(b, which, sums[m][half], vector, four, bits)
+                        for part in range(2):
+                            at = b.add(scaled(b, block, X_BYTES), i(32 * part + 4 * j))
+                            four = splat(b, load(b, x, b.add(x_rows[m], at), I32, 4))
+                            old = sums[m][half][part]
+                            sums[m][half][part] = dot(b, which, old, vector, four, bits)
                 scales = load_scales(b, s, block, kind)
-                return [
-                    add_block(
-                        b, kind, totals[m], sums[m], scales, xs,
-                        b.add(xs_rows[m], scaled(b, block, 16)),
-                    )
-                    for m in rows
-                ]  # fmt: skip
+                new = []
+                for m in rows:
+                    parts = sums[m] if bits == 8 else [[_joined(b, *sums[m][0])]]
+                    where = b.add(scaled(b, block, XS_BYTES), i(XS_ROW * m))
+                    new.append(add_block(b, totals[m], parts, scales, xs, where))
+                return new
 
             totals = loop(b, num_blocks, 1, [ZERO] * num_rows, body)
             wants = b.icmp_signed("!=", add, i(0))
@@ -224,7 +248,7 @@ def _make(num_rows: int, kind: int) -> Any:
             outlined(b, f"flashpage_rows_{num_rows}_{kind}_{which}", arguments[1:], emit)
             return context.get_dummy_value()
 
-        return types.void(form, *[i64] * 10), generate
+        return types.void(form, *[i64] * 9), generate
 
     return rows_by_16
 

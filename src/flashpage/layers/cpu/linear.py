@@ -11,6 +11,9 @@ import numpy as np
 from flashpage.attention.cpu.numba_math import jit
 from flashpage.layers.cpu import forms
 from flashpage.layers.cpu.dots import (
+    X_BYTES,
+    XS_BYTES,
+    XS_ROW,
     q4_by_1,
     q4_by_4,
     q4_by_8,
@@ -25,23 +28,26 @@ from flashpage.layers.cpu.dots import (
 from flashpage.layers.cpu.packing import Q4, Q4_WIDE, Q8
 from flashpage.layers.cpu.sync import COUNTERS, all_came, meet
 from flashpage.layers.cpu.tiles import (
+    TILE_BYTES,
     TILE_ROWS,
+    UNPACKED_BYTES,
     begin_tiles,
     end_tiles,
-    q4_tile,
-    q4_wide_tile,
-    q6_wide_tile,
-    q8_tile,
+    q4_tiles,
+    q4_wide_tiles,
+    q6_wide_tiles,
+    q8_tiles,
     unpack_q4,
 )
-from flashpage.layers.cpu.vectors import row_quantize, row_residual
+from flashpage.layers.cpu.vectors import row_quantize
 
 _AMX = forms.AMX
 EXACT = {"fastmath": False}
 """jit options of kernels whose float32 operations must stay as written, in their order"""
 
-TILE_BYTES = 4096
-"""scratch of one product with tiles, before unpacked weights"""
+_CACHED_BYTES = 2**19
+"""of activations that are multiplied by all weights before the next rows are: half of a cache that
+a core has to itself"""
 
 
 @jit(**EXACT)
@@ -57,47 +63,64 @@ def share(count, thread, threads):  # type: ignore[no-untyped-def]
 
 
 @jit(**EXACT)
-def _by_1(form, kind, w, s, x, x_step, xs, xs_step, blocks, out, out_step, add):  # type: ignore[no-untyped-def]
-    if kind == Q4:
-        q4_by_1(form, w, s, x, x_step, xs, xs_step, blocks, out, out_step, add)
-    elif kind == Q8:
-        q8_by_1(form, w, s, x, x_step, xs, xs_step, blocks, out, out_step, add)
-    elif kind == Q4_WIDE:
-        q4_wide_by_1(form, w, s, x, x_step, xs, xs_step, blocks, out, out_step, add)
-    else:
-        q6_wide_by_1(form, w, s, x, x_step, xs, xs_step, blocks, out, out_step, add)
+def scales_of(xs, row, blocks):  # type: ignore[no-untyped-def]
+    """Where the scales of a row's first block are: those of 16 rows are together, block by block.
+
+    xs: address of the scales of row 0; blocks: of a row.
+    """
+    return xs + row // 16 * blocks * XS_BYTES + row % 16 * XS_ROW
 
 
 @jit(**EXACT)
-def _by_4(form, kind, w, s, x, x_step, xs, xs_step, blocks, out, out_step, add):  # type: ignore[no-untyped-def]
-    if kind == Q4:
-        q4_by_4(form, w, s, x, x_step, xs, xs_step, blocks, out, out_step, add)
-    elif kind == Q8:
-        q8_by_4(form, w, s, x, x_step, xs, xs_step, blocks, out, out_step, add)
-    elif kind == Q4_WIDE:
-        q4_wide_by_4(form, w, s, x, x_step, xs, xs_step, blocks, out, out_step, add)
-    else:
-        q6_wide_by_4(form, w, s, x, x_step, xs, xs_step, blocks, out, out_step, add)
+def scales_bytes(num_rows, blocks):  # type: ignore[no-untyped-def]
+    """What the scales of so many rows take."""
+    return (num_rows + 15) // 16 * blocks * XS_BYTES
 
 
 @jit(**EXACT)
-def _by_8(form, kind, w, s, x, x_step, xs, xs_step, blocks, out, out_step, add):  # type: ignore[no-untyped-def]
+def _by_1(form, kind, w, s, x, x_step, xs, blocks, out, out_step, add):  # type: ignore[no-untyped-def]
     if kind == Q4:
-        q4_by_8(form, w, s, x, x_step, xs, xs_step, blocks, out, out_step, add)
+        q4_by_1(form, w, s, x, x_step, xs, blocks, out, out_step, add)
+    elif kind == Q8:
+        q8_by_1(form, w, s, x, x_step, xs, blocks, out, out_step, add)
+    elif kind == Q4_WIDE:
+        q4_wide_by_1(form, w, s, x, x_step, xs, blocks, out, out_step, add)
     else:
-        q8_by_8(form, w, s, x, x_step, xs, xs_step, blocks, out, out_step, add)
+        q6_wide_by_1(form, w, s, x, x_step, xs, blocks, out, out_step, add)
 
 
 @jit(**EXACT)
-def _by_tile(form, kind, w, s, x, x_step, xs, xs_step, blocks, out, out_step, add, scratch):  # type: ignore[no-untyped-def]
+def _by_4(form, kind, w, s, x, x_step, xs, blocks, out, out_step, add):  # type: ignore[no-untyped-def]
     if kind == Q4:
-        q4_tile(form, w, s, x, x_step, xs, xs_step, blocks, out, out_step, add, scratch)
+        q4_by_4(form, w, s, x, x_step, xs, blocks, out, out_step, add)
     elif kind == Q8:
-        q8_tile(form, w, s, x, x_step, xs, xs_step, blocks, out, out_step, add, scratch)
+        q8_by_4(form, w, s, x, x_step, xs, blocks, out, out_step, add)
     elif kind == Q4_WIDE:
-        q4_wide_tile(form, w, s, x, x_step, xs, xs_step, blocks, out, out_step, add, scratch)
+        q4_wide_by_4(form, w, s, x, x_step, xs, blocks, out, out_step, add)
     else:
-        q6_wide_tile(form, w, s, x, x_step, xs, xs_step, blocks, out, out_step, add, scratch)
+        q6_wide_by_4(form, w, s, x, x_step, xs, blocks, out, out_step, add)
+
+
+@jit(**EXACT)
+def _by_8(form, kind, w, s, x, x_step, xs, blocks, out, out_step, add):  # type: ignore[no-untyped-def]
+    if kind == Q4:
+        q4_by_8(form, w, s, x, x_step, xs, blocks, out, out_step, add)
+    else:
+        q8_by_8(form, w, s, x, x_step, xs, blocks, out, out_step, add)
+
+
+@jit(**EXACT)
+def _by_tiles(  # type: ignore[no-untyped-def]
+    form, kind, w, s, x, x_step, xs, blocks, tiles, out, out_step, add, scratch
+):
+    if kind == Q4:
+        q4_tiles(form, w, s, x, x_step, xs, blocks, tiles, out, out_step, add, scratch)
+    elif kind == Q8:
+        q8_tiles(form, w, s, x, x_step, xs, blocks, tiles, out, out_step, add, scratch)
+    elif kind == Q4_WIDE:
+        q4_wide_tiles(form, w, s, x, x_step, xs, blocks, tiles, out, out_step, add, scratch)
+    else:
+        q6_wide_tiles(form, w, s, x, x_step, xs, blocks, tiles, out, out_step, add, scratch)
 
 
 @jit(**EXACT)
@@ -131,7 +154,7 @@ def multiply_group(  # type: ignore[no-untyped-def]
         part: int64: address of blocks, of scales, kind, blocks per row, bytes of a block, bytes of
             a block's scales.
         bytes_at: `group_bytes` of the group.
-        x, xs: addresses of the rows' int8 values and their scales, as `row_quantize` leaves them.
+        x, xs: addresses of the rows' integers and of their scales (`scales_of`).
         out: address of the 16 float32 of the first row; rows `out_step` bytes apart.
         add: 1 adds to `out`, 0 replaces it.
         scratch: TILE_BYTES of scratch, aligned to 64.
@@ -139,30 +162,30 @@ def multiply_group(  # type: ignore[no-untyped-def]
     kind, blocks = part[2], part[3]
     w = part[0] + group * blocks * part[4]
     s = part[1] + group * blocks * part[5]
-    x_step, xs_step = blocks * 32, blocks * 16
+    x_step = blocks * X_BYTES
     m = 0
     if uses_tiles(form, num_rows):
-        while m + TILE_ROWS <= num_rows:
-            _by_tile(
-                form, kind, bytes_at, s, x + m * x_step, x_step, xs + m * xs_step, xs_step, blocks,
-                out + m * out_step, out_step, add, scratch,
-            )  # fmt: skip
-            m += TILE_ROWS
+        tiles = num_rows // TILE_ROWS
+        _by_tiles(
+            form, kind, bytes_at, s, x, x_step, xs, blocks, tiles, out, out_step, add,
+            scratch,
+        )  # fmt: skip
+        m = tiles * TILE_ROWS
     while m + 8 <= num_rows and kind in (Q4, Q8):
         _by_8(
-            form, kind, w, s, x + m * x_step, x_step, xs + m * xs_step, xs_step, blocks,
+            form, kind, w, s, x + m * x_step, x_step, scales_of(xs, m, blocks), blocks,
             out + m * out_step, out_step, add,
         )  # fmt: skip
         m += 8
     while m + 4 <= num_rows:
         _by_4(
-            form, kind, w, s, x + m * x_step, x_step, xs + m * xs_step, xs_step, blocks,
+            form, kind, w, s, x + m * x_step, x_step, scales_of(xs, m, blocks), blocks,
             out + m * out_step, out_step, add,
         )  # fmt: skip
         m += 4
     while m < num_rows:
         _by_1(
-            form, kind, w, s, x + m * x_step, x_step, xs + m * xs_step, xs_step, blocks,
+            form, kind, w, s, x + m * x_step, x_step, scales_of(xs, m, blocks), blocks,
             out + m * out_step, out_step, add,
         )  # fmt: skip
         m += 1
@@ -174,7 +197,7 @@ def multiply_columns(  # type: ignore[no-untyped-def]
 ):
     """Output columns `16 * first ... 16 * last` of one packed weight.
 
-    scratch: TILE_BYTES, and 512 for each block of a row.
+    scratch: `scratch_bytes`, aligned to 64.
     """
     for group in range(first, last):
         bytes_at = group_bytes(form, part, group, num_rows, scratch + TILE_BYTES, False)
@@ -184,36 +207,38 @@ def multiply_columns(  # type: ignore[no-untyped-def]
 
 
 @jit(**EXACT)
+def rows_at_once(blocks):  # type: ignore[no-untyped-def]
+    """How many rows of so many blocks are multiplied by all weights before the next ones are."""
+    rows = _CACHED_BYTES // (blocks * (X_BYTES + XS_ROW))
+    return max(TILE_ROWS, rows // TILE_ROWS * TILE_ROWS)
+
+
+@jit(**EXACT)
+def scratch_bytes(blocks):  # type: ignore[no-untyped-def]
+    """What `multiply_columns` needs, for rows of so many blocks."""
+    return TILE_BYTES + blocks * UNPACKED_BYTES
+
+
+@jit(**EXACT)
 def _linear_share(  # type: ignore[no-untyped-def]
     thread, threads, counters, patience, form, part, groups, source, num_rows, size, out, out_step,
     x_room, xs_room,
 ):  # fmt: skip
     """One thread's part of `linear`."""
     x, xs = aligned(x_room), aligned(xs_room)
-    rest_x, rest_xs = x + num_rows * size, xs + num_rows * (size // 2)
-    room = np.empty(TILE_BYTES + 64 + part[3] * 512, np.uint8)
-    row_room = np.empty(size, np.float32)
+    room = np.empty(scratch_bytes(part[3]) + 64, np.uint8)
     first, last = share(num_rows, thread, threads)
     for row in range(first, last):
-        at, at_s = row * size, row * (size // 2)
-        row_quantize(source + at * 4, x + at, xs + at_s, size)
-        row_residual(source + at * 4, x + at, xs + at_s, row_room.ctypes.data, size)
-        row_quantize(row_room.ctypes.data, rest_x + at, rest_xs + at_s, size)
+        at = x + row * part[3] * X_BYTES
+        row_quantize(source + row * size * 4, at, scales_of(xs, row, part[3]), size)
     meet(counters.ctypes.data, threads, patience)
     if uses_tiles(form, num_rows):
         begin_tiles(form)
-    scratch = aligned(room)
     first, last = share(groups, thread, threads)
-    for group in range(first, last):
-        bytes_at = group_bytes(form, part, group, num_rows, scratch + TILE_BYTES, False)
-        for add in range(2):
-            multiply_group(
-                form, part, group, bytes_at, rest_x if add else x, rest_xs if add else xs,
-                num_rows, out + group * 64, out_step, add, scratch,
-            )  # fmt: skip
+    multiply_columns(form, part, first, last, x, xs, num_rows, out, out_step, 0, aligned(room))
     if uses_tiles(form, num_rows):
         end_tiles(form)
-    room[0] = row_room[0] = 0  # they must outlive the addresses in them
+    room[0] = 0  # it must outlive the addresses in it
 
 
 @jit(parallel=True, **EXACT)
@@ -222,9 +247,6 @@ def linear(  # type: ignore[no-untyped-def]
 ):
     """`out = source @ w.T`; returns whether all threads took part.
 
-    source is quantised twice: what the first rounds away is a second row of int8. That is for
-    logits, where an error shows at once, and costs little, as the weights are read once.
-
     Args:
         part: as in `multiply_group`; groups: of 16 output columns.
         source: address of contiguous float32 rows of `size` values.
@@ -232,8 +254,8 @@ def linear(  # type: ignore[no-untyped-def]
         patience: as in `meet`.
     """
     counters = np.zeros(COUNTERS, np.int64)
-    x_room = np.empty(2 * num_rows * size + 64, np.uint8)
-    xs_room = np.empty(num_rows * size + 64, np.uint8)
+    x_room = np.empty(num_rows * part[3] * X_BYTES + 64, np.uint8)
+    xs_room = np.empty(scales_bytes(num_rows, part[3]) + 64, np.uint8)
     for thread in numba.prange(threads):
         # The loop must have the arrays themselves: numba may free what it has only addresses of.
         _linear_share(

@@ -13,19 +13,23 @@ import numpy as np
 from flashpage.attention.cpu.numba_math import bytes_at, float32_at, jit
 from flashpage.layers.cpu.attention import attend, count_parts, join, plan, scratch_size
 from flashpage.layers.cpu.attention_vectors import store_key, store_value, write_rotated
+from flashpage.layers.cpu.dots import X_BYTES, XS_BYTES
 from flashpage.layers.cpu.linear import (
     EXACT,
-    TILE_BYTES,
     aligned,
     group_bytes,
     multiply_columns,
     multiply_group,
+    rows_at_once,
+    scales_bytes,
+    scales_of,
+    scratch_bytes,
     share,
     uses_tiles,
 )
-from flashpage.layers.cpu.packing import Q6_WIDE
+from flashpage.layers.cpu.packing import BLOCK, Q6_WIDE
 from flashpage.layers.cpu.sync import COUNTERS, all_came, meet, take
-from flashpage.layers.cpu.tiles import begin_tiles, end_tiles
+from flashpage.layers.cpu.tiles import TILE_BYTES, UNPACKED_BYTES, begin_tiles, end_tiles
 from flashpage.layers.cpu.vectors import (
     half_at,
     row_add,
@@ -51,7 +55,7 @@ TICKET_ROWS = 16
 ATTENTION = 16
 """where the counter of attention stands, after those of the projections"""
 
-MLP_ROWS = 64
+MLP_ROWS = 128
 """rows for which gate and up are computed before they are multiplied"""
 
 
@@ -63,10 +67,11 @@ def _norm(x, weight, eps, out, size):  # type: ignore[no-untyped-def]
 
 @jit(**EXACT)
 def _norm_rows(x, weight, eps, q, xs, first, last, size, room):  # type: ignore[no-untyped-def]
-    """Rows of x, normalised, to int8 q with scales xs."""
+    """Rows of x, normalised and quantised, to q with scales xs."""
+    blocks = size // BLOCK
     for row in range(first, last):
         _norm(x + row * size * 4, weight, eps, room, size)
-        row_quantize(room, q + row * size, xs + row * (size // 2), size)
+        row_quantize(room, q + row * blocks * X_BYTES, scales_of(xs, row, blocks), size)
 
 
 @jit(**EXACT)
@@ -79,20 +84,26 @@ def _project(  # type: ignore[no-untyped-def]
     """
     for i in range(NUM_PARTS):
         part = parts[i]
-        if part[GROUPS] > 0:
+        if part[GROUPS] == 0:
+            continue
+        out_i = out + part[COLUMN] * 4
+        if num_rows < TICKET_ROWS:
             first, last = share(part[GROUPS], thread, threads)
-            if num_rows >= TICKET_ROWS:
-                first = take(tickets.ctypes.data + 8 * i)
-                last = min(first + 1, part[GROUPS])
-            while first < last:
-                multiply_columns(
-                    form, part, first, last, x, xs, num_rows, out + part[COLUMN] * 4, out_step,
-                    add, room,
-                )  # fmt: skip
-                first = last
-                if num_rows >= TICKET_ROWS:
-                    first = take(tickets.ctypes.data + 8 * i)
-                    last = min(first + 1, part[GROUPS])
+            multiply_columns(form, part, first, last, x, xs, num_rows, out_i, out_step, add, room)
+            continue
+        most, pairs = rows_at_once(part[3]), (part[GROUPS] + 1) // 2
+        count = (num_rows + most - 1) // most * pairs
+        number = take(tickets.ctypes.data + 8 * i)
+        while number < count:
+            # Two groups at a time: processors fetch lines of cache by twos.
+            row, group = number // pairs * most, number % pairs * 2
+            last = min(group + 2, part[GROUPS])
+            multiply_columns(
+                form, part, group, last, x + row * part[3] * X_BYTES,
+                scales_of(xs, row, part[3]), min(most, num_rows - row), out_i + row * out_step,
+                out_step, add, room,
+            )  # fmt: skip
+            number = take(tickets.ctypes.data + 8 * i)
 
 
 @jit(**EXACT)
@@ -114,9 +125,9 @@ def _gate_and_up(  # type: ignore[no-untyped-def]
     """
     results = room + TILE_BYTES
     unpacked = results + MLP_ROWS * 256
-    block, last = share(size // 32, thread, threads)
+    block, last = share(size // BLOCK, thread, threads)
     if num_rows >= TICKET_ROWS:
-        block, last = take(tickets.ctypes.data), size // 32
+        block, last = take(tickets.ctypes.data), size // BLOCK
     while block < last:
         for rows_from in range(0, num_rows, MLP_ROWS):
             rows = min(MLP_ROWS, num_rows - rows_from)
@@ -124,11 +135,11 @@ def _gate_and_up(  # type: ignore[no-untyped-def]
                 column = block * 32 + (i % 2) * 16 + (i // 2) * size
                 at, group = _find(parts, column)
                 part = parts[at]
-                space = unpacked + i * part[3] * 512
+                space = unpacked + i * part[3] * UNPACKED_BYTES
                 bytes_i = group_bytes(form, part, group, num_rows, space, rows_from > 0)
                 multiply_group(
-                    form, part, group, bytes_i, x + rows_from * part[3] * 32,
-                    xs + rows_from * part[3] * 16, rows, results + i * 64, 256, 0, room,
+                    form, part, group, bytes_i, x + rows_from * part[3] * X_BYTES,
+                    scales_of(xs, rows_from, part[3]), rows, results + i * 64, 256, 0, room,
                 )  # fmt: skip
             for row in range(rows):
                 gate = results + row * 256
@@ -136,8 +147,9 @@ def _gate_and_up(  # type: ignore[no-untyped-def]
                     row_add(gate, bias + block * 128, 32)
                     row_add(gate + 128, bias + (size + block * 32) * 4, 32)
                 row_silu_mul(gate, gate + 128, gate, 32)
-                at_row = (rows_from + row) * size + block * 32
-                row_quantize(gate, q + at_row, qs + at_row // 2, 32)
+                at = q + ((rows_from + row) * (size // BLOCK) + block) * X_BYTES
+                scales = scales_of(qs, rows_from + row, size // BLOCK) + block * XS_BYTES
+                row_quantize(gate, at, scales, BLOCK)
         block = take(tickets.ctypes.data) if num_rows >= TICKET_ROWS else block + 1
 
 
@@ -190,14 +202,16 @@ def _work(  # type: ignore[no-untyped-def]
     hidden, intermediate, hq, hkv, dim = shape
     num_rows, group = len(slots), hq // hkv
     q_size, qkv_size, heads = hq * dim, (hq + 2 * hkv) * dim, hq + hkv
-    most_blocks = max(hidden, max(intermediate, q_size)) // 32
-    room = np.empty(TILE_BYTES + 64 + MLP_ROWS * 256 + 4 * most_blocks * 512, np.uint8)
+    most_blocks = max(hidden, max(intermediate, q_size)) // BLOCK
+    mlp_bytes = MLP_ROWS * 256 + 4 * (hidden // BLOCK) * UNPACKED_BYTES
+    room = np.empty(max(scratch_bytes(most_blocks), TILE_BYTES + mlp_bytes) + 64, np.uint8)
     tile_room = aligned(room)
     row_room = np.empty(max(hidden, dim), np.float32)
     scratch = np.empty(scratch_size(group, dim), np.float32)
     alone = num_rows < threads
     if alone:  # every thread has rows of its own, of all the same content: that spares meetings
-        xq, xs = xq + thread * num_rows * hidden, xs + thread * num_rows * (hidden // 2)
+        xq += thread * num_rows * (hidden // BLOCK) * X_BYTES
+        xs += thread * scales_bytes(num_rows, hidden // BLOCK)
     first_row, last_row = (0, num_rows) if alone else share(num_rows, thread, threads)
     first_head, last_head = share(num_rows * heads, thread, threads)
     where = (np.int64(0), aq, aqs, q_size)
@@ -331,19 +345,17 @@ def run(  # type: ignore[no-untyped-def]
     hidden, intermediate, hq, hkv, dim = shape
     rows = len(slots)
     q_size, qkv_size, group = hq * dim, (hq + 2 * hkv) * dim, hq // hkv
-    # In units of half a byte: int8 values take 2, their scales 1, float32 8.
     copies = threads if rows < threads else 1
-    sizes = np.array(
-        (
-            rows * qkv_size * 8, rows * q_size * 8, copies * rows * hidden * 2,
-            copies * rows * hidden, rows * q_size * 2, rows * q_size, rows * intermediate * 2,
-            rows * intermediate,
-        ),
-        np.int64,
+    x_blocks, a_blocks, f_blocks = hidden // BLOCK, q_size // BLOCK, intermediate // BLOCK
+    sizes = (
+        rows * qkv_size * 4, rows * q_size * 4,
+        copies * rows * x_blocks * X_BYTES, copies * scales_bytes(rows, x_blocks),
+        rows * a_blocks * X_BYTES, scales_bytes(rows, a_blocks),
+        rows * f_blocks * X_BYTES, scales_bytes(rows, f_blocks),
     )  # fmt: skip
     offsets = np.zeros(9, np.int64)
     for i in range(8):
-        offsets[i + 1] = offsets[i] + (sizes[i] // 2 + 63) // 64 * 64
+        offsets[i + 1] = offsets[i] + (sizes[i] + 63) // 64 * 64
     arena = np.empty(offsets[8] + 64, np.uint8)
     tasks = plan(starts, positions, hkv, group)
     num_parts = count_parts(tasks, positions)

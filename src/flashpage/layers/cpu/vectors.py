@@ -23,6 +23,13 @@ ZERO = ir.Constant(VF32, [0.0] * LANES)
 ZERO_I = ir.Constant(VI32, [0] * LANES)
 i64, f32 = types.int64, types.float32
 
+MAGIC = 1.5 * 2.0**23
+"""An integer below 2**22 added to the bits of `MAGIC * 2**e` makes those of
+`(MAGIC + integer) * 2**e`: so integers become floats with additions, which are never rounded."""
+
+_TOP_POWER = 10
+"""the largest magnitude of a block is quantised to at least 2**10"""
+
 
 def i(value: int) -> Any:
     return ir.Constant(I64, value)
@@ -74,6 +81,10 @@ def maximum(b: Any, x: Any, y: Any) -> Any:
     return b.call(declare(b, "llvm.maxnum.v16f32", VF32, [VF32] * 2), [x, y])
 
 
+def minimum(b: Any, x: Any, y: Any) -> Any:
+    return b.call(declare(b, "llvm.minnum.v16f32", VF32, [VF32] * 2), [x, y])
+
+
 def fma(b: Any, x: Any, y: Any, z: Any) -> Any:
     return b.call(declare(b, "llvm.fma.v16f32", VF32, [VF32] * 3), [x, y, z])
 
@@ -115,16 +126,30 @@ def _sums_of_two(b: Any, x: Any, y: Any) -> list[Any]:
 
 
 def reduce_max(b: Any, x: Any) -> Any:
-    return b.call(declare(b, "llvm.vector.reduce.fmax.v16f32", F32, [VF32]), [x])
+    """The largest lane, of lanes without NaN.
+
+    LLVM's own reduction minds NaN, lane after lane: that takes as long as four exponentials.
+    """
+    lanes = LANES
+    while lanes > 1:
+        low, high = _halves(b, x, lanes)
+        x = b.select(b.fcmp_ordered(">", low, high), low, high)
+        lanes //= 2
+    return b.extract_element(x, ir.Constant(I32, 0))
 
 
-def prefetch(b: Any, address: Any, byte_offset: Any) -> None:
+def prefetch(b: Any, address: Any, byte_offset: Any, *, to_write: bool = False) -> None:
     """Ask for a cache line that is needed soon; any address will do."""
     bytes_ = ir.PointerType(I8)
     function = declare(b, "llvm.prefetch.p0", ir.VoidType(), [bytes_, I32, I32, I32])
-    for_reading, all_caches, data_cache = (ir.Constant(I32, n) for n in (0, 3, 1))
+    purpose, all_caches, data_cache = (ir.Constant(I32, n) for n in (int(to_write), 3, 1))
     place = pointer(b, address, byte_offset, I8)
-    b.call(function, [place, for_reading, all_caches, data_cache])
+    b.call(function, [place, purpose, all_caches, data_cache])
+
+
+def keep_order(b: Any) -> None:
+    """The compiler moves no access to memory across this; it costs nothing when it runs."""
+    b.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], side_effect=True)
 
 
 def outlined(
@@ -174,7 +199,7 @@ def exp(b: Any, x: Any) -> Any:
     """exp, relative error under 2e-7 (Cephes' polynomial); arguments below -87 count as -87, and
     above 88 as 88."""
     x = maximum(b, x, constant(-87.0))
-    x = b.call(declare(b, "llvm.minnum.v16f32", VF32, [VF32] * 2), [x, constant(88.0)])
+    x = minimum(b, x, constant(88.0))
     n = unary(b, "rint", b.fmul(x, constant(1.4426950408889634)))
     r = fma(b, n, constant(-0.693359375), x)
     r = fma(b, n, constant(2.12194440e-4), r)
@@ -274,14 +299,20 @@ def row_silu_mul(typing_context, gate, up, out, n):  # type: ignore[no-untyped-d
 
 @intrinsic
 def row_quantize(typing_context, x, q, xs, n):  # type: ignore[no-untyped-def]
-    """n float32 to int8 in blocks of 32, n a multiple of 32.
+    """n float32 to integers of 12 bits in blocks of 32, n a multiple of 32.
 
-    q gets the integers, xs four float32 per block: the scale, and scale times the sum of all
-    integers, of the first 16 and of the others. A block with NaN gets the scale NaN.
+    A block's scale is the power of two with which its largest magnitude becomes 1,024 to 2,047.
+    q gets 64 bytes per block: of all 32 integers `integer >> 4`, from -128 to 127, then what is
+    left of each, 0 to 15. xs gets four float32, those of the next block 256 bytes further: `MAGIC`
+    times the scale, and the scale times the sum of all integers, of the first 16 and of the others.
+    A block with NaN, or with a magnitude of 2**100 and more, gets NaN for scale.
     """
 
     def generate(context, b, signature, arguments):  # type: ignore[no-untyped-def]
         x, q, xs, n = arguments
+
+        def word(value: int) -> Any:
+            return ir.Constant(I32, value)
 
         def body(at: Any, _: list[Any]) -> list[Any]:
             where = scaled(b, at, 4)
@@ -293,52 +324,37 @@ def row_quantize(typing_context, x, q, xs, n):  # type: ignore[no-untyped-def]
                 declare(b, "llvm.vector.reduce.smax.v16i32", I32, [VI32]),
                 [b.call(largest, magnitudes)],
             )
-            tiny = ir.Constant(I32, (127 - 100) << 23)  # 2 ** -100
-            top = b.bitcast(b.select(b.icmp_signed("<", top, tiny), tiny, top), F32)
-            scale = b.fmul(top, ir.Constant(F32, 1 / 127))
-            inverse = splat(b, b.fdiv(ir.Constant(F32, 127.0), top))
+            power = b.lshr(top, word(23))  # of two, and 127 more
+            lowest = word(127 - 100)
+            power = b.select(b.icmp_signed("<", power, lowest), lowest, power)
+            inverse = b.shl(b.sub(word(2 * 127 + _TOP_POWER), power), word(23))
+            inverse = splat(b, b.bitcast(inverse, F32))
+            nan = word(0x7FC00000)
+            is_number = b.icmp_signed("<", power, word(127 + 100))
+            scale = b.shl(b.sub(power, word(_TOP_POWER)), word(23))
+            scale = b.bitcast(b.select(is_number, scale, nan), F32)
+            row = b.add(scaled(b, at, 2), q)
             values = []
             for half, part in enumerate(parts):
                 rounded = unary(b, "rint", b.fmul(part, inverse))
-                # NaN has no integer; its scale says what it was.
-                rounded = b.select(b.fcmp_ordered("ord", rounded, rounded), rounded, ZERO)
+                # NaN becomes a number here: its scale says what it was.
+                rounded = minimum(b, maximum(b, rounded, constant(-2048.0)), constant(2047.0))
                 values.append(b.fptosi(rounded, VI32))
-                store(b, b.trunc(values[-1], VI8), q, b.add(at, i(16 * half)), 1)
+                high, low = b.ashr(values[-1], integers(4)), b.and_(values[-1], integers(15))
+                store(b, b.trunc(high, VI8), row, i(16 * half), 1)
+                store(b, b.trunc(low, VI8), row, i(32 + 16 * half), 1)
             sums = _sums_of_two(b, *values)
-            row = b.udiv(at, i(2))  # 16 bytes per 32 values
-            store(b, scale, xs, row, 4)
+            block = scaled(b, at, 8)  # 256 bytes per 32 values
+            store(b, b.fmul(scale, ir.Constant(F32, MAGIC)), xs, block, 4)
             for place, total in enumerate((b.add(*sums), *sums)):
                 value = b.fmul(scale, b.sitofp(total, F32))
-                store(b, value, xs, b.add(row, i(4 + 4 * place)), 4)
+                store(b, value, xs, b.add(block, i(4 + 4 * place)), 4)
             return []
 
         loop(b, n, 32, [], body)
         return context.get_dummy_value()
 
     return types.void(i64, i64, i64, i64), generate
-
-
-@intrinsic
-def row_residual(typing_context, x, q, xs, out, n):  # type: ignore[no-untyped-def]
-    """What `row_quantize` has rounded away: `out = x - scale * q`, n a multiple of 32."""
-
-    def generate(context, b, signature, arguments):  # type: ignore[no-untyped-def]
-        x, q, xs, out, n = arguments
-
-        def body(at: Any, _: list[Any]) -> list[Any]:
-            scale = splat(b, b.fneg(load(b, xs, b.udiv(at, i(2)), F32, 4)))
-            for half in (0, 1):
-                place = b.add(at, i(16 * half))
-                integer = b.sext(load(b, q, place, VI8, 1), VI32)
-                value = load(b, x, scaled(b, place, 4), VF32, 4)
-                rest = fma(b, b.sitofp(integer, VF32), scale, value)
-                store(b, rest, out, scaled(b, place, 4), 4)
-            return []
-
-        loop(b, n, 32, [], body)
-        return context.get_dummy_value()
-
-    return types.void(*[i64] * 5), generate
 
 
 @intrinsic
