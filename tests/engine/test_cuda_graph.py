@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from flashpage.engine import runner
 from flashpage.engine.config import EngineConfig
 from flashpage.engine.cuda_graph import FEW_CHUNKS, FEW_TOKENS, LONE_TOKENS, Inputs, Ladder, Shape
 from flashpage.engine.engine import Engine
@@ -19,6 +20,7 @@ from flashpage.engine.plain_sampling import mix_seeds
 from flashpage.engine.request import mix_seed
 from flashpage.engine.runner import Runner
 from flashpage.engine.sampling_params import SamplingParams
+from flashpage.engine.token_counts import TokenCounts
 from flashpage.weights.load import load_model
 from graphs import Again
 
@@ -88,8 +90,9 @@ def test_the_same_tokens_as_without_graphs(config, overlap, num_blocks):
             {"temperature": 0.0, "presence_penalty": 0.4, "frequency_penalty": 0.3},
             {"temperature": 0.8, "top_k": 6, "logprobs": 1, "frequency_penalty": 0.5},
             {"temperature": 1.1, "top_k": 9, "min_tokens": 3, "repetition_penalty": 1.1},
-        ][i % 6 if rng.random() < 0.8 else 0]
-        length = rng.randint(1, 40)
+            {"temperature": 1.5, "top_p": 1e-50},  # nothing that float32 can hold
+        ][i % 7 if rng.random() < 0.8 else 0]
+        length = rng.randint(3, 40)
         requests.append((prompt, SamplingParams(max_tokens=length, seed=i, **options)))
     expected = run(make_engine(config), requests)
     capture = Again()
@@ -144,8 +147,7 @@ def test_a_step_that_fails_after_its_replay_can_be_repeated(error, overlap, monk
     """The replay has chosen tokens over those that the repeated step reads."""
     plain = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     scored = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=1)
-    amounts = {"frequency_penalty": 0.7, "presence_penalty": 0.2, "repetition_penalty": 1.1}
-    penalized = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, **amounts)
+    penalized = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, **PENALIZED)
     requests = [([5, 6, 7], plain), ([8, 9], scored), ([10], plain), ([11] * 3, penalized)]
     expected = run(make_engine(LLAMA), requests)
     for failing in (1, 2, 5, 9):
@@ -161,6 +163,78 @@ def test_a_step_that_fails_after_its_replay_can_be_repeated(error, overlap, monk
 
         monkeypatch.setattr(model, "compute_logits", compute_logits)
         assert run(engine, requests, error, num_errors=1) == expected
+
+
+PENALIZED = {"frequency_penalty": 0.7, "presence_penalty": 0.2, "repetition_penalty": 1.1}
+
+
+@pytest.mark.parametrize("with_graphs", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("name", ["sample", "plain_sampling", "count_tokens", "_Fetched"])
+def test_a_step_with_overlap_that_fails_while_it_chooses_can_be_repeated(
+    name, with_graphs, monkeypatch
+):
+    """Wherever it fails: the device may have been told of tokens already."""
+    plain = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
+    scored = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True, logprobs=1)
+    penalized = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True, **PENALIZED)
+    requests = [([5, 6, 7], plain), ([8, 9], scored), ([10], plain), ([11] * 3, penalized)]
+    expected = run(make_engine(LLAMA), requests)
+    whole = getattr(runner, name)
+    for failing in (1, 2, 5):
+        calls = [0]
+
+        def fail(*args, calls=calls, failing=failing):
+            calls[0] += 1
+            if calls[0] == failing:
+                raise KeyboardInterrupt
+            return whole(*args)
+
+        engine = make_engine(LLAMA, Again() if with_graphs else None, overlap=True)
+        monkeypatch.setattr(runner, name, fail)
+        # With graphs the tokens of a step are counted within it.
+        num_errors = 0 if with_graphs and name == "count_tokens" else 1
+        assert run(engine, requests, KeyboardInterrupt, num_errors) == expected
+        monkeypatch.setattr(runner, name, whole)
+
+
+@pytest.mark.parametrize("with_graphs", [False, True], ids=["eager", "graphs"])
+def test_counts_that_fail_half_way_are_no_ones(with_graphs, monkeypatch):
+    """A row that had another owner, and was not counted to its end, is counted again."""
+    params = SamplingParams(max_tokens=15, temperature=0.0, ignore_eos=True, **PENALIZED)
+    expected = run(make_engine(LLAMA), [([8, 9], params)])
+    engine = make_engine(LLAMA, Again() if with_graphs else None, overlap=True)
+    run(engine, [([5, 6, 7] * 5, params)])
+    count, calls = TokenCounts._count, [0]
+
+    def fail_once(self, counts, sequence):
+        calls[0] += 1
+        if calls[0] == 1:
+            raise MemoryError
+        count(self, counts, sequence)
+
+    monkeypatch.setattr(TokenCounts, "_count", fail_once)
+    assert run(engine, [([8, 9], params)], MemoryError, num_errors=1) == expected
+
+
+@pytest.mark.parametrize("bad_calls", [{1}, {2}, {1, 3}, {2, 4}, {3, 5}], ids=str)
+def test_outputs_outlive_interrupted_waits(bad_calls, monkeypatch):
+    """Two waits that are interrupted leave two steps under way: both report."""
+    wait, calls = runner._Fetched.wait, [0]
+
+    def interrupted(self):
+        calls[0] += 1
+        if calls[0] in bad_calls:
+            raise KeyboardInterrupt
+        return wait(self)
+
+    monkeypatch.setattr(runner._Fetched, "wait", interrupted)
+    requests = [
+        ([5 + i], SamplingParams(max_tokens=2 + i, temperature=0.0, ignore_eos=True))
+        for i in range(3)
+    ]
+    engine = make_engine(LLAMA, Again(), overlap=True)
+    tokens = run(engine, requests, KeyboardInterrupt, num_errors=len(bad_calls))
+    assert {name: len(ids) for name, ids in tokens.items()} == {"0": 2, "1": 3, "2": 4}
 
 
 def test_a_capture_that_fails_changes_no_token():

@@ -164,6 +164,20 @@ def test_a_large_vocabulary_is_cut_where_a_full_sort_would_cut_it(top_p, scale):
     assert results[-1].token_id == 7
 
 
+@pytest.mark.parametrize("top_k", [1, 7, 40, 300])
+def test_of_equal_logits_the_first_are_kept(top_k):
+    """Whichever of them `topk` prefers."""
+    logits = torch.randn(1, 8193, generator=torch.Generator().manual_seed(top_k)).mul(2).round()
+    first = logits[0].sort(descending=True, stable=True).indices[:top_k].sort().values
+    weights = logits[0].double().exp()[first]
+    ends = (weights.cumsum(0) / weights.sum()).tolist()
+    uniforms = [(i + 0.5) / 50 for i in range(50)]
+    rows = [RowSampling(temperature=1.0, top_k=top_k, uniform=u) for u in uniforms]
+    for u, result in zip(uniforms, sample(logits.expand(50, -1), rows), strict=True):
+        place = first.tolist().index(result.token_id)
+        assert (ends[place - 1] if place else 0.0) - 1e-6 <= u <= ends[place] + 1e-6
+
+
 def test_a_row_does_not_notice_its_batch_mates():
     rng = random.Random(1)
     logits = torch.randn(12, 5000, generator=torch.Generator().manual_seed(1)).bfloat16().float()

@@ -309,6 +309,7 @@ def test_cut_rows_beside_others_take_what_their_twins_take():
     top_k[1::3] = torch.randint(1, 400, (5,), dtype=torch.int32, device=DEVICE)
     top_p[2::4] = torch.rand(4, device=DEVICE) * 0.98 + 0.01
     top_k[5], top_k[9] = 5001, 100_000
+    top_p[10] = 0.0  # keeps the likeliest
     min_p[3::5] = 0.01
     wanted = (temperature, min_p, uniform, top_k, top_p)
     got = triton_sampler.sample_plain(logits, *wanted)

@@ -296,6 +296,7 @@ class StepGraphs:
             chunk `j` in row `shape.decodes + j`; valid until the next call. The tokens that plain
             sampling takes are the same rows of `sampled`.
         """
+        self._last = None
         key = shape, penalties is not None
         step = self._graphs.get(key)
         if step is None:
@@ -350,12 +351,15 @@ class StepGraphs:
             self._sampled.copy_(before)
 
     def undo(self) -> None:
-        """Give `sampled` and the counts back what they held before the last replay, so that it can
-        be repeated."""
-        if self._last is not None and self._last.counts is not None:
+        """Give `sampled` and the counts back what they held before the last call of `replay`, if
+        that came to replay anything: so that it can be repeated."""
+        if self._last is None:
+            return
+        if self._last.counts is not None:
             rows = self._last.counts_row
             count_tokens(self._last.counts, rows, self._sampled[: len(rows)], times=-1)
         self._sampled.copy_(self._before)
+        self._last = None
 
     def _step(self, shape: Shape, x: Inputs, counts: Tensor | None) -> Tensor:
         self._before.copy_(self._sampled)

@@ -65,6 +65,8 @@ class Engine:
         self._runner = Runner(model, self.kv_cache, config, self.eos_token_ids)
         self._runner.compile_ahead()
         self._in_flight: deque[Launch] = deque()
+        # Of a step that was interrupted while it waited for another: the next one returns them.
+        self._undelivered: list[RequestOutput] = []
         self._requests: dict[str, Request] = {}
         self._num_requests = 0
         self._num_generated = 0
@@ -173,16 +175,16 @@ class Engine:
         if not self._in_flight or (overlap and len(self._in_flight) == 1 and self._may_go_ahead()):
             launched = self._launch()
         num_running_on = 1 if overlap and launched else 0
-        outputs: list[RequestOutput] = []
         while len(self._in_flight) > num_running_on:
             waited = time.perf_counter()
             results = self._in_flight[0].wait()
             self._wait_seconds += time.perf_counter() - waited
             self._in_flight.popleft()
-            outputs += self._postprocess(results)
+            self._undelivered += self._postprocess(results)
         self._step_seconds += time.perf_counter() - began
         if self._stats_log is not None and self._stats_log.is_due(self._step_seconds):
             self._stats_log.write(self.stats())
+        outputs, self._undelivered = self._undelivered, []
         return outputs
 
     def warm_up(self) -> None:

@@ -64,7 +64,8 @@ def plain_sampling(sequences: list[Sequence]) -> PlainSampling:
         min_p.astype(np.float32),
         (mix_seeds(seeds, draws) >> np.uint64(11)) / float(1 << 53),
         top_k.astype(np.int32),
-        top_p.astype(np.float32),
+        # What float32 can not hold would be 0, which leaves no token.
+        np.maximum(top_p.astype(np.float32), np.finfo(np.float32).tiny),
     )
 
 

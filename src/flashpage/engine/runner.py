@@ -225,12 +225,12 @@ class Runner:
         sampling = plain_sampling(every)
         penalties = self._penalties(every, sampled_here)
         counts = None if penalties is None else self._token_counts().table
-        hidden = graphs.replay(shape, decodes, others, sampling, penalties, counts)
         try:
-            others = self._not_plain(sequences)
-            if others:
-                logits = self._model.compute_logits(hidden[[rows[i] for i in others]])
-                sampled = self._choose(logits, sequences, rows, others)
+            hidden = graphs.replay(shape, decodes, others, sampling, penalties, counts)
+            by_host = self._not_plain(sequences)
+            if by_host:
+                logits = self._model.compute_logits(hidden[[rows[i] for i in by_host]])
+                sampled = self._choose(logits, sequences, rows, by_host)
             else:
                 sampled = self._fetch(sequences, rows)
         except BaseException:  # Ctrl-C too: the step will be repeated
@@ -272,14 +272,19 @@ class Runner:
             rows, *amounts = penalties.tensors(self._device)
             logits = penalize(logits, self._token_counts().table, rows, *amounts)
         tokens = sample_plain(logits, *plain_sampling(sequences).tensors(self._device))
-        self._sampled[: len(sequences)].copy_(tokens)
-        others = self._not_plain(sequences)
-        if others:
-            sampled = self._choose(logits[others], sequences, places, others)
-        else:
-            sampled = self._fetch(sequences, places)
-        if penalties is not None:  # last: a step that fails before is repeated
-            count_tokens(self._token_counts().table, rows, tokens)
+        by_host = self._not_plain(sequences)
+        before = self._sampled.clone()
+        try:
+            self._sampled[: len(sequences)].copy_(tokens)
+            if by_host:
+                sampled = self._choose(logits[by_host], sequences, places, by_host)
+            else:
+                sampled = self._fetch(sequences, places)
+            if penalties is not None:
+                count_tokens(self._token_counts().table, rows, tokens)
+        except BaseException:  # Ctrl-C too: the step will be repeated
+            self._sampled.copy_(before)
+            raise
         return sampled
 
     def _penalties(self, sequences: list[Sequence], is_sampled: list[bool]) -> Penalties | None:
@@ -308,19 +313,20 @@ class Runner:
         ]
 
     def _choose(
-        self, logits: Tensor, sequences: list[Sequence], places: list[int], others: list[int]
+        self, logits: Tensor, sequences: list[Sequence], places: list[int], by_host: list[int]
     ) -> Sampled:
-        """Any kind of sampling for `others`, whose logits these are, finished when this returns.
+        """Any kind of sampling for those in `by_host`, whose logits these are, finished when this
+        returns.
 
         The device has chosen for the rest, and is told these tokens too, in their `places`.
         """
-        chosen = sample(logits, [_row_sampling(sequences[i], self._eos_token_ids) for i in others])
-        if len(others) == len(sequences) and not self._config.overlap:
+        chosen = sample(logits, [_row_sampling(sequences[i], self._eos_token_ids) for i in by_host])
+        if len(by_host) == len(sequences) and not self._config.overlap:
             return _Rows(chosen)
         tokens = torch.tensor([max(row.token_id, 0) for row in chosen], device=self._device)
-        self._sampled[[places[i] for i in others]] = tokens
+        self._sampled[[places[i] for i in by_host]] = tokens
         rows: list[Row] = list(self._fetch(sequences, places).wait())
-        for i, row in zip(others, chosen, strict=True):
+        for i, row in zip(by_host, chosen, strict=True):
             rows[i] = row
         return _Rows(rows)
 

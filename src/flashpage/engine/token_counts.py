@@ -44,9 +44,11 @@ class TokenCounts:
         row = 1 + next(
             i for i, owner in enumerate(self._owners) if owner is None or not owner.keeps_it
         )
+        # Nobody's until all is counted: that may fail half-way, and is repeated then.
+        self._owners[row - 1] = None
+        self._count(self.table[row], sequence)
         self._owners[row - 1] = _Owner(sequence, sequence.generation)
         sequence.counts_row = row
-        self._count(self.table[row], sequence)
         return row
 
     def _count(self, counts: Tensor, sequence: Sequence) -> None:

@@ -176,7 +176,8 @@ def sample_plain_torch(
         weights.masked_fill_((top_k[:, None] > 0) & (ranks >= top_k[:, None]), 0.0)
         mass = weights.cumsum(dim=-1)
         target = top_p.double()[:, None] * mass[:, -1:]
-        weights.masked_fill_((top_p[:, None] < 1) & (mass - weights >= target), 0.0)
+        beyond = (mass - weights >= target) & (ranks > 0)
+        weights.masked_fill_((top_p[:, None] < 1) & beyond, 0.0)
         weights = torch.zeros_like(weights).scatter_(1, order, weights)
     drawn = _invert_cdf(weights, uniform.double()[:, None])
     tokens = torch.where(drawing, drawn, logits.argmax(dim=-1))
@@ -307,35 +308,41 @@ def _column(values: Sequence[float], like: Tensor, dtype: torch.dtype = torch.fl
 def _draw_ranked(scores: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
     """Draw among the `top_k` likeliest tokens, cut where their mass reaches `top_p` of its sum.
 
+    Of equal scores at the border the first tokens are kept.
+
     scores: `[num_rows, vocab_size]`, largest 0; the others `[num_rows, 1]`. Returns `[num_rows]`.
     """
     vocab_size = scores.shape[-1]
-    token_ids = torch.empty(len(scores), dtype=torch.int64, device=scores.device)
+    smallest = torch.empty_like(scores[:, :1])  # score that is kept, and for how many tokens
+    ties = torch.empty(len(scores), 1, dtype=torch.int64, device=scores.device)
     totals = scores.exp().sum(dim=-1, keepdim=True, dtype=torch.float64)
     pending = torch.arange(len(scores), device=scores.device)
     for num_candidates in (*(c for c in CANDIDATES if c < vocab_size), vocab_size):
         k, p = top_k[pending], top_p[pending]
         if num_candidates < vocab_size:
-            values, ids = scores[pending].topk(num_candidates, dim=-1)
+            values = scores[pending].topk(num_candidates, dim=-1).values
         else:
-            values, ids = scores[pending].sort(dim=-1, descending=True, stable=True)
+            values = scores[pending].sort(dim=-1, descending=True).values
         weights = values.exp().double()
         weights[torch.arange(num_candidates, device=scores.device) >= k] = 0
         mass = weights.cumsum(dim=-1)
         # With all k among the candidates their mass is known; without a k, so is the row's.
         target = p * torch.where(k <= num_candidates, mass[:, -1:], totals[pending])
         done = (k <= num_candidates) | ((k >= vocab_size) & (mass[:, -1:] >= target))
-        weights[mass - weights >= target] = 0
-        # Drawn in the order of token ids, as without a cut, and as `sample_plain` does.
-        order = ids.argsort(dim=-1)
-        place = _invert_cdf(weights.gather(1, order), uniform[pending])[:, None]
-        chosen = ids.gather(1, order.gather(1, place))
+        in_reach = (weights > 0) & (mass - weights < target)
+        num_kept = in_reach.sum(dim=-1, keepdim=True).clamp(min=1)
+        last = values.gather(1, num_kept - 1)
+        kept = torch.arange(num_candidates, device=scores.device) < num_kept
         done = done.squeeze(1)
-        token_ids[pending[done]] = chosen.squeeze(1)[done]
+        smallest[pending[done]] = last[done]
+        ties[pending[done]] = ((values == last) & kept).sum(dim=-1, keepdim=True)[done]
         pending = pending[~done]
         if not len(pending):
             break
-    return token_ids
+    tied = scores == smallest
+    kept = (scores > smallest) | (tied & (tied.cumsum(dim=-1) <= ties))
+    # Drawn in the order of token ids, as without a cut, and as `sample_plain` does.
+    return _invert_cdf(torch.where(kept, scores.exp(), 0.0), uniform)
 
 
 def _invert_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
