@@ -108,6 +108,17 @@ def test_a_shared_prefix_is_hit(options):
     assert on["time_share"] == pytest.approx(on["seconds"] / off["seconds"])
 
 
+def test_the_floor_counts_packed_weights(options):
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
+    changed = {"model": CONFIG | sizes, "engine": {"quantize": "q8_0"}, "dtype": "auto"}
+    llm = Options(**(vars(options) | changed)).make_llm(num_blocks=20)
+    config = llm.model_config
+    kv_token = 2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    weights = llm.engine.model.num_bytes
+    assert weights > 0
+    assert workloads._bytes_per_step(llm, 3, 50.0) == weights + 3 * 50 * kv_token
+
+
 def test_decodes_go_on_beside_a_long_prompt(options):
     (row,) = workloads.interference(options)
     assert row["case"] == "2 decodes, a prompt of 819"

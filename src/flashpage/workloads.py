@@ -284,8 +284,13 @@ def _bytes_per_step(llm: LLM, batch: int, context: float) -> float:
     from flashpage.cache.kv_cache import KVCache
     from flashpage.layers.embedding import Embedding
     from flashpage.layers.linear import Linear
+    from flashpage.models.quantized import QuantizedDecoder
 
     config = llm.model_config
+    dtype = llm.engine.config.dtype
+    kv = KVCache.bytes_per_block(config.num_layers, 1, config.num_kv_heads, config.head_dim, dtype)
+    if isinstance(llm.engine.model, QuantizedDecoder):
+        return llm.engine.model.num_bytes + batch * context * kv
     weights = 0
     for module in llm.engine.model.modules():
         if isinstance(module, Linear):  # whose weight may be packed, and no parameter
@@ -293,8 +298,6 @@ def _bytes_per_step(llm: LLM, batch: int, context: float) -> float:
             weights += 0 if module.bias is None else module.bias.numel()
         elif not isinstance(module, Embedding):
             weights += sum(p.numel() for p in module.parameters(recurse=False))
-    dtype = llm.engine.config.dtype
-    kv = KVCache.bytes_per_block(config.num_layers, 1, config.num_kv_heads, config.head_dim, dtype)
     return weights * dtype.itemsize + batch * context * kv
 
 
