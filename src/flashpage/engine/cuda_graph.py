@@ -159,8 +159,8 @@ def cuda_capture() -> Capture:
 class Inputs:
     """What a step is told; views of one buffer: tensors on the device, arrays on the host.
 
-    Per row: uniform (float64), the next six (float32),
-    counts_row (of the table of counts, 0: no penalties), top_k, last (the row's token). Per token:
+    Per row: uniform (float64), the next six (float32), counts_row (of the table of counts, 0: no
+    penalties), top_k, last (the row's token). Per token:
     source (row of the last step's chosen tokens that it is, -1: `token_ids`), token_ids, positions,
     slots. Per decode: cache_seqlens, block_table. Per chunk: cu_seqlens_q and _k, chunk_table.
     """
@@ -289,7 +289,7 @@ class StepGraphs:
         counts: Tensor | None = None,
     ) -> Tensor:
         """Compute a step of `shape`: `decodes`, those with the longest context first, then
-        `chunks`; with penalties from the table `counts`, which is always the same.
+        `chunks`; with penalties from the table `counts`, which is always the same (both or none).
 
         Returns:
             `[shape.rows, hidden_size]`, the last hidden state of decode `i` in row `i`, and of
@@ -300,7 +300,7 @@ class StepGraphs:
         key = shape, penalties is not None
         step = self._graphs.get(key)
         if step is None:
-            step = self._graphs[key] = self._new_graph(shape, counts if penalties else None)
+            step = self._graphs[key] = self._new_graph(shape, counts)
         self._turn = 1 - self._turn
         inputs = step.inputs[self._turn]
         fill(inputs, decodes, chunks, sampling, self._kv_cache.block_size)

@@ -175,30 +175,32 @@ class Runner:
     @torch.inference_mode()
     def compile_ahead(self) -> None:
         """Compile what a first short prompt and its decodes need, kernel beside kernel."""
-        if not can_compile_ahead(self._device):
-            return
-        with compiling_ahead(self._device):
-            if self._graphs is None:
+        if self._graphs is not None:
+            self._compile_steps(self._graphs, self._ladder.first())
+        elif can_compile_ahead(self._device):
+            with compiling_ahead(self._device):
                 for context, num_tokens in ((0, FEW_ROWS), (0, 64), (FEW_ROWS, 1)):
                     self._run_padding(context, num_tokens)
-            else:
-                for shape in self._ladder.first():
-                    self._graphs.run_padding(shape)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Run what steps are made of once, on tokens that are not stored; not on a CPU."""
         if self._device.type != "cuda":
             return
-        if self._graphs is not None and can_compile_ahead(self._device):
-            with compiling_ahead(self._device):
-                for shape in self._ladder.distinct():
-                    self._graphs.run_padding(shape)
+        if self._graphs is not None:
+            self._compile_steps(self._graphs, self._ladder.distinct())
         for context in (0, 1):  # fresh keys, and keys in pages
             self._run_padding(context, self._config.max_num_batched_tokens)
         if self._graphs is not None:
             self._graphs.capture_usual()
         torch.cuda.synchronize(self._device)
+
+    def _compile_steps(self, graphs: StepGraphs, shapes: list[Shape]) -> None:
+        """Compile what these shapes need, kernel beside kernel, where that can be done."""
+        if can_compile_ahead(self._device):
+            with compiling_ahead(self._device):
+                for shape in shapes:
+                    graphs.run_padding(shape)
 
     def _run_padding(self, context: int, num_tokens: int) -> None:
         """A chunk of one sequence that stores nothing, and the choice of its next token."""
