@@ -16,10 +16,9 @@ from flashpage.engine import runner
 from flashpage.engine.config import EngineConfig
 from flashpage.engine.cuda_graph import FEW_CHUNKS, FEW_TOKENS, LONE_TOKENS, Inputs, Ladder, Shape
 from flashpage.engine.engine import Engine
-from flashpage.engine.plain_sampling import mix_seeds
-from flashpage.engine.request import mix_seed
 from flashpage.engine.runner import Runner
 from flashpage.engine.sampling_params import SamplingParams
+from flashpage.engine.seeds import mix_seed, mix_seeds
 from flashpage.engine.token_counts import TokenCounts
 from flashpage.weights.load import load_model
 from graphs import Again
