@@ -138,7 +138,12 @@ class Engine:
         if not token_ids:
             raise RequestError("the prompt is empty: it needs at least one token")
         self._check_token_ids("stop_token_ids", params.stop_token_ids)
-        self._check_token_ids("logit_bias", list(params.logit_bias))
+        for token_id in params.logit_bias:
+            if token_id >= self.vocab_size:
+                raise RequestError(
+                    f"logit_bias[{show(token_id)}]: not a token of the vocabulary (an integer from "
+                    f"0 to {self.vocab_size - 1})"
+                )
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(params, name)
             if count is not None and count > self.vocab_size:
