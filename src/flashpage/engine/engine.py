@@ -72,7 +72,6 @@ class Engine:
         self._num_generated = 0
         self._num_steps = 0
         self._step_seconds = 0.0
-        self._wait_seconds = 0.0
         self._stats_log = None if config.log_stats is None else StatsLog(config.log_stats)
 
     def add_request(
@@ -100,7 +99,7 @@ class Engine:
         """
         if not isinstance(request_id, str):
             raise RequestError(f"request_id = {show(request_id)} must be a string")
-        if request_id in self._requests:
+        if request_id in self._requests or self._is_undelivered(request_id):
             raise RequestError(f"request_id = {request_id!r} is in use by an unfinished request")
         params = SamplingParams() if sampling_params is None else sampling_params
         token_ids, max_tokens = self.check_request(prompt_token_ids, params)
@@ -165,6 +164,7 @@ class Engine:
         for sequence in request.sequences:
             if not sequence.is_finished:
                 self._finish_early(sequence, "abort")
+        self._undelivered = [x for x in self._undelivered if x.request_id != request_id]
         return request.report()
 
     def step(self) -> list[RequestOutput]:
@@ -173,20 +173,10 @@ class Engine:
         With `overlap` they come from the step before: the first one returns nothing.
         """
         began = time.perf_counter()
-        overlap = self.config.overlap
-        launched = False
-        if not self._in_flight or (overlap and len(self._in_flight) == 1 and self._may_go_ahead()):
-            launched = self._launch()
-        num_running_on = 1 if overlap and launched else 0
-        while len(self._in_flight) > num_running_on:
-            launch = self._in_flight[0]
-            waited = time.perf_counter()
-            launch.wait()
-            self._wait_seconds += time.perf_counter() - waited
-            result = launch.result()
-            self._in_flight.popleft()
-            self._undelivered += self._postprocess(result)
-        self._step_seconds += time.perf_counter() - began
+        try:
+            self._step()
+        finally:
+            self._step_seconds += time.perf_counter() - began
         if self._stats_log is not None and self._stats_log.is_due(self._step_seconds):
             self._stats_log.write(self.stats())
         outputs, self._undelivered = self._undelivered, []
@@ -203,8 +193,8 @@ class Engine:
             self._scheduler.prefix_cache.clear()
 
     def has_unfinished(self) -> bool:
-        """Whether a step would do something."""
-        return bool(self._requests)
+        """Whether a step would do something, or return what an interrupted one has left."""
+        return bool(self._requests or self._undelivered)
 
     def stats(self) -> EngineStats:
         """What the engine holds and has done so far, to be read as often as one likes."""
@@ -222,8 +212,8 @@ class Engine:
             prompt_tokens_computed=scheduler.num_computed_prompt_tokens,
             tokens_computed=scheduler.num_computed_tokens,
             steps=self._num_steps,
-            host_seconds=self._step_seconds - self._wait_seconds,
-            wait_seconds=self._wait_seconds,
+            host_seconds=self._step_seconds - self._runner.wait_seconds,
+            wait_seconds=self._runner.wait_seconds,
         )
 
     def check(self) -> None:
@@ -246,6 +236,20 @@ class Engine:
             or (s.scores_prompt and s.next_prompt_logprob is not None)
             for s in self._scheduler.running
         )
+
+    def _step(self) -> None:
+        overlap = self.config.overlap
+        launched = False
+        if not self._in_flight or (overlap and len(self._in_flight) == 1 and self._may_go_ahead()):
+            launched = self._launch()
+        num_running_on = 1 if overlap and launched else 0
+        while len(self._in_flight) > num_running_on:
+            result = self._runner.wait(self._in_flight[0])
+            self._in_flight.popleft()
+            self._undelivered += self._postprocess(result)
+
+    def _is_undelivered(self, request_id: str) -> bool:
+        return any(output.request_id == request_id for output in self._undelivered)
 
     def _launch(self) -> bool:
         """Schedule and launch a step; False if there is nothing to compute."""

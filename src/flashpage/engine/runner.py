@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, compress
 from operator import attrgetter
@@ -148,6 +151,8 @@ class Runner:
         self._device = torch.device(config.device)
         self._eos_token_ids = eos_token_ids
         self._ladder = Ladder(config)
+        self.wait_seconds = 0.0
+        """spent until the device was ready, in all calls"""
         self._counts: TokenCounts | None = None  # when the first penalty is asked for
         # The tokens of the last step, which the next one may start from before the host knows them.
         self._sampled = torch.zeros(self._ladder.max_rows, dtype=torch.int64, device=self._device)
@@ -202,6 +207,20 @@ class Runner:
         sampled = self._sample(hidden[rows], sampling)
         sequences = [chunk.sequence for chunk in sampling]
         return Launch(chunks, sampled_here, sequences, list(range(len(rows))), sampled, scores)
+
+    def wait(self, launch: Launch) -> StepResult:
+        """What a step has shown, when the device is done with it."""
+        with self._waiting():
+            launch.wait()
+        return launch.result()
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.wait_seconds += time.perf_counter() - began
 
     @torch.inference_mode()
     def compile_ahead(self) -> None:
@@ -357,14 +376,19 @@ class Runner:
 
         The device has chosen for the rest, and is told these tokens too, in their `places`.
         """
-        chosen = sample(logits, [_row_sampling(sequences[i], self._eos_token_ids) for i in by_host])
+        wishes = [_row_sampling(sequences[i], self._eos_token_ids) for i in by_host]
+        if self._device.type == "cuda":
+            with self._waiting():
+                torch.cuda.current_stream().synchronize()
+        chosen = sample(logits, wishes)
         if len(by_host) == len(sequences) and not self._config.overlap:
             choice = Choice([-1] * len(by_host), {})
         else:
             tokens = torch.tensor([max(row.token_id, 0) for row in chosen], device=self._device)
             self._sampled[[places[i] for i in by_host]] = tokens
             sampled = self._fetch(sequences, places)
-            sampled.wait()
+            with self._waiting():
+                sampled.wait()
             choice = sampled.choice()
         for i, row in zip(by_host, chosen, strict=True):
             choice.token_ids[i] = row.token_id

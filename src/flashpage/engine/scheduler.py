@@ -169,8 +169,7 @@ class Scheduler:
             assert not sequence.is_finished
             assert sequence.num_computed_tokens >= 0
             # A prompt that is only scored has nothing left while its last step runs.
-            is_scored = self.config.overlap and sequence.request.max_tokens == 0
-            assert sequence.num_uncomputed_tokens > 0 or is_scored
+            assert sequence.num_uncomputed_tokens > 0 or not sequence.generates
             assert len(sequence.block_ids) * self.config.block_size >= sequence.num_computed_tokens
         for sequence in self.waiting.values():
             assert not sequence.is_running
