@@ -2,8 +2,8 @@
 
 A row of logits is read in blocks: their maxima; then, with the row's maximum known, their sums of
 weights; then the block that the random number falls into, once more. Three launches between are
-for rows that top_k or top_p cut (`triton_cut`); for others, their programs end at once.
-Nothing waits for the host, and a row's token depends on that row alone.
+for rows that top_k or top_p cut (`triton_bracket`, `triton_cut`): for others their programs end at
+once. Nothing waits for the host, and a row's token depends on that row alone.
 """
 
 from __future__ import annotations
@@ -18,17 +18,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashpage.attention.triton import runtime
 from flashpage.attention.triton.arguments import cdiv, next_power_of_2
-from flashpage.layers import triton_cut as cut
+from flashpage.layers import triton_rows as rows
+from flashpage.layers.triton_bracket import gather
+from flashpage.layers.triton_cut import draw_cut
 
-BLOCK = 4096
-"""tokens of a block"""
-PART = 4096
-"""tokens of a part of a sample; all parts are a quarter of the row"""
-LIST = 4096
-"""tokens around its cut among which it is searched"""
-MOST = 1024
-"""of these, in one block"""
-_WARPS, _WARPS_SAMPLE = 8, 16
+_WARPS = 8
 
 
 @triton.jit
@@ -46,7 +40,7 @@ def _maxima_kernel(
         gdc_launch_dependents()
         gdc_wait()
     row, number = tl.program_id(0) // num_blocks, tl.program_id(0) % num_blocks
-    x, tokens = cut.block(logits_ptr, row, number, stride_row, vocab_size, BLOCK)
+    x, tokens = rows.block(logits_ptr, row, number, stride_row, vocab_size, BLOCK)
     # +inf says that a row has no maximum to subtract: NaN is told in the same way.
     x = tl.where(x == x, x, float("inf"))
     top = tl.max(x, 0)
@@ -78,9 +72,9 @@ def _sums_kernel(
         maxima = tl.load(
             maxima_ptr + row * num_blocks + blocks, mask=blocks < num_blocks, other=-float("inf")
         )
-        x, _ = cut.block(logits_ptr, row, number, stride_row, vocab_size, BLOCK)
-        weights = cut.weights_of(x, tl.max(maxima, 0), temperature, tl.load(min_p_ptr + row))
-        tl.store(sums_ptr + tl.program_id(0), cut.total_of(weights))
+        x, _ = rows.block(logits_ptr, row, number, stride_row, vocab_size, BLOCK)
+        weights = rows.weights_of(x, tl.max(maxima, 0), temperature, tl.load(min_p_ptr + row))
+        tl.store(sums_ptr + tl.program_id(0), rows.total_of(weights))
 
 
 @triton.jit
@@ -107,7 +101,7 @@ def _choose_kernel(
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0)
-    _, _, is_cut = cut.cut_of(row, temperature_ptr, top_k_ptr, top_p_ptr, vocab_size)
+    _, _, is_cut = rows.cut_of(row, temperature_ptr, top_k_ptr, top_p_ptr, vocab_size)
     if not is_cut:
         blocks = tl.arange(0, BLOCKS)
         there = blocks < num_blocks
@@ -129,13 +123,13 @@ def _choose_kernel(
             last = tl.max(tl.where(sums > 0, blocks, 0), 0)
             number = tl.min(tl.where((ends > target) & (sums > 0), blocks, last), 0)
             target -= tl.sum(tl.where(blocks < number, sums, 0.0), 0)
-            x, tokens = cut.block(logits_ptr, row, number, stride_row, vocab_size, BLOCK)
-            weights = cut.weights_of(x, top, temperature, min_p)
+            x, tokens = rows.block(logits_ptr, row, number, stride_row, vocab_size, BLOCK)
+            weights = rows.weights_of(x, top, temperature, min_p)
             ends = tl.cumsum(weights.to(tl.float64), 0)
             last = tl.max(tl.where(weights > 0, tokens, 0), 0)
             token = tl.min(tl.where((ends > target) & (weights > 0), tokens, last), 0)
             # The likeliest token has weight 1, whatever the others have.
-            valid = cut.weights_of(top, top, temperature, min_p) == 1.0
+            valid = rows.weights_of(top, top, temperature, min_p) == 1.0
             token = tl.where(valid, token, -1)
         tl.store(tokens_ptr + row, tl.where(finite, token, -1).to(tl.int64))
 
@@ -155,46 +149,25 @@ def sample_plain(
         return tokens
     if logits.stride(1) != 1 and vocab_size > 1:
         logits = logits.contiguous()
-    num_blocks = cdiv(vocab_size, BLOCK)
-    shape = (num_rows, num_blocks)
-    new = partial(torch.empty, device=logits.device)
-    maxima, sums, places = (
-        new(shape),
-        new(shape, dtype=torch.float64),
-        new(shape, dtype=torch.int32),
-    )
-    brackets = new(num_rows, 2, dtype=torch.int32)
-    gathered = new(*shape, MOST, dtype=logits.dtype)
-    counts, weights = new(*shape, 2, dtype=torch.int32), new(*shape, 2, dtype=torch.float64)
+    num_blocks = cdiv(vocab_size, rows.BLOCK)
+    new = partial(torch.empty, (num_rows, num_blocks), device=logits.device)
+    maxima, sums, places = new(), new(dtype=torch.float64), new(dtype=torch.int32)
     sizes = (logits.stride(0), vocab_size, num_blocks)
-    blocks = next_power_of_2(num_blocks)
-    shift = cut.SHIFTS[logits.dtype]
     overlap = runtime.overlap(logits.device)
-    options = {"BLOCK": BLOCK, "OVERLAP": bool(overlap), "num_warps": _WARPS, **overlap}
+    options = {"BLOCK": rows.BLOCK, "OVERLAP": bool(overlap), "num_warps": _WARPS, **overlap}
     with runtime.on_device(logits.device):
         runtime.launch(_maxima_kernel, (num_rows * num_blocks,))(
             logits, maxima, places, *sizes, **options
         )
-        options["BLOCKS"] = blocks
+        options["BLOCKS"] = next_power_of_2(num_blocks)
         runtime.launch(_sums_kernel, (num_rows * num_blocks,))(
             logits, maxima, sums, temperature, min_p, *sizes, **options
         )
-        runtime.launch(cut.bracket_kernel, (num_rows,))(
-            logits, maxima, sums, temperature, min_p, top_k, top_p, brackets, *sizes,
-            SHIFT=shift, PARTS=cdiv(vocab_size, 4 * PART), PART=PART, BLOCKS=blocks,
-            OVERLAP=bool(overlap), num_warps=_WARPS_SAMPLE, **overlap,
-        )  # fmt: skip
-        runtime.launch(cut.gather_kernel, (num_rows * num_blocks,))(
-            logits, maxima, temperature, min_p, top_k, top_p, brackets, gathered, counts, weights,
-            *sizes, SHIFT=shift, MOST=MOST, **options,
-        )  # fmt: skip
-        runtime.launch(cut.draw_kernel, (num_rows,))(
-            logits, maxima, sums, temperature, min_p, uniform, top_k, top_p, brackets, gathered,
-            counts, weights, tokens, *sizes, SHIFT=shift, MOST=MOST, LIST=LIST,
-            LOG_BLOCKS=blocks.bit_length() - 1, **options,
-        )  # fmt: skip
+        cut = (top_k, top_p)
+        gathered = gather(logits, maxima, sums, temperature, min_p, *cut)
+        draw_cut(logits, maxima, sums, gathered, temperature, min_p, uniform, *cut, tokens)
         runtime.launch(_choose_kernel, (num_rows,))(
-            logits, maxima, places, sums, temperature, min_p, uniform, top_k, top_p, tokens,
+            logits, maxima, places, sums, temperature, min_p, uniform, *cut, tokens,
             *sizes, **options,
         )  # fmt: skip
     return tokens
