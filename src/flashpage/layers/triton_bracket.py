@@ -131,6 +131,13 @@ def _sampled(
 
 
 @triton.jit
+def _key_above(x, SHIFT: tl.constexpr):
+    """The smallest key of the logits that are at least x."""
+    key = rows.key_of(x, SHIFT)
+    return tl.where(rows.value_of(key, SHIFT) < x, key + 1, key)
+
+
+@triton.jit
 def _bracket_kernel(
     logits_ptr,
     maxima_ptr,
@@ -170,8 +177,8 @@ def _bracket_kernel(
                 logits_ptr + row.to(tl.int64) * stride_row, top, temperature, min_p,
                 by_count, top_k.to(tl.float32), spare, vocab_size, PARTS, PART,
             )  # fmt: skip
-            low = rows.key_of(top - temperature * far * far, SHIFT)
-            high = rows.key_of(top - temperature * near * near, SHIFT)
+            low = _key_above(top - temperature * far * far, SHIFT)
+            high = _key_above(top - temperature * near * near, SHIFT)
             # top_p of what top_k keeps: all of that is needed.
             everything = (near == 0.0) | (by_count & (top_p < 1.0))
             high = tl.where(everything, rows.key_of(top, SHIFT) + 1, tl.maximum(high, low + 1))
