@@ -18,13 +18,15 @@ from flashpage.attention.triton import runtime
 from flashpage.attention.triton.arguments import cdiv, next_power_of_2
 from flashpage.layers import triton_rows as rows
 
-PART = 4096
+PART = 2048
 """tokens of a part of a sample; all parts are a quarter of the row"""
 MOST = 1024
 """logits that are gathered of one block"""
-_WARPS, _WARPS_SAMPLE = 8, 16
+_WARPS_SAMPLE, _WARPS_GATHER = 8, 4
+_PROGRAMS = 8
+"""of a multiprocessor, that gather: each goes through several blocks where rows are many"""
 
-_BINS: tl.constexpr = tl.constexpr(256)
+_BINS: tl.constexpr = tl.constexpr(128)
 """of the sample's histogram"""
 _DEVIATIONS: tl.constexpr = tl.constexpr(4.5)
 """standard deviations of what the sample says that are allowed for"""
@@ -90,6 +92,7 @@ def _sampled(
     enough,
     spare,
     vocab_size,
+    NEIGHBOURS: tl.constexpr,
     PARTS: tl.constexpr,
     PART: tl.constexpr,
 ):
@@ -99,32 +102,34 @@ def _sampled(
     near = 0.0
     # Beyond this nothing has a weight.
     far = tl.sqrt(tl.minimum(-tl.log(min_p), _FARTHEST) * 1.001 + 0.01)
+    GROUPS: tl.constexpr = PART // NEIGHBOURS
     for step in range(3):
-        num_parts = tl.where(step < 2, tl.minimum(PARTS, 2), PARTS)
+        num_parts = tl.where(step < 2, 1, PARTS)
         # Groups of 16 neighbours, evenly over the row.
         num_groups = num_parts * (PART // 16)
         spacing = tl.maximum((vocab_size // 16) / num_groups, 1.0)
         num_sampled = tl.minimum(vocab_size, num_groups * 16).to(tl.float32)
         width = tl.maximum((far - near) / _BINS, 1e-20)
         counts = tl.zeros([_BINS], tl.int32)
-        before = tl.cast(0, tl.int32)
-        mass_beyond = 0.0
-        squares_beyond = 0.0
+        before = tl.zeros([GROUPS], tl.int32)
+        mass_beyond = tl.zeros([GROUPS], tl.float32)
+        squares_beyond = tl.zeros([GROUPS], tl.float32)
         for part in range(num_parts):
             places = part * PART + tl.arange(0, PART)
             groups = ((places // 16).to(tl.float32) * spacing).to(tl.int32)
             places = groups * 16 + places % 16
             x = tl.load(logits_ptr + places, mask=places < vocab_size, other=-float("inf"))
             x = x.to(tl.float32)
-            bins = (tl.sqrt((top - x) / temperature) - near) / width
+            bins = (tl.sqrt(-((x - top) / temperature)) - near) * (1.0 / width)
             bins = tl.floor(tl.minimum(tl.maximum(bins, -1.0), _BINS * 1.0)).to(tl.int32)
             counts += tl.histogram(bins, _BINS, mask=(bins >= 0) & (bins < _BINS))
-            before += tl.sum((bins < 0).to(tl.int32), 0)
+            before += rows.by_groups((bins < 0).to(tl.int32), NEIGHBOURS)
             outside = tl.where(bins == _BINS, rows.weights_of(x, top, temperature, min_p), 0.0)
-            mass_beyond += tl.sum(outside, 0)
-            squares_beyond += tl.sum(outside * outside, 0)
+            mass_beyond += rows.by_groups(outside, NEIGHBOURS)
+            squares_beyond += rows.by_groups(outside * outside, NEIGHBOURS)
         near, far = _narrowed(
-            counts, before, mass_beyond, squares_beyond, near, width, far,
+            counts, tl.sum(before, 0), tl.sum(mass_beyond, 0), tl.sum(squares_beyond, 0),
+            near, width, far,
             by_count, enough, spare, vocab_size / num_sampled, num_sampled,
         )  # fmt: skip
     return near, far
@@ -151,6 +156,7 @@ def _bracket_kernel(
     vocab_size,
     num_blocks,
     SHIFT: tl.constexpr,
+    NEIGHBOURS: tl.constexpr,
     PARTS: tl.constexpr,
     PART: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -175,7 +181,7 @@ def _bracket_kernel(
             spare = ((1.0 - top_p.to(tl.float64)) * total).to(tl.float32)
             near, far = _sampled(
                 logits_ptr + row.to(tl.int64) * stride_row, top, temperature, min_p,
-                by_count, top_k.to(tl.float32), spare, vocab_size, PARTS, PART,
+                by_count, top_k.to(tl.float32), spare, vocab_size, NEIGHBOURS, PARTS, PART,
             )  # fmt: skip
             low = _key_above(top - temperature * far * far, SHIFT)
             high = _key_above(top - temperature * near * near, SHIFT)
@@ -187,6 +193,67 @@ def _bracket_kernel(
 
 
 @triton.jit
+def _gather_block(
+    logits_ptr,
+    gathered_ptr,  # of the block, as the next two
+    counts_ptr,
+    weight_ptr,
+    row,
+    number,
+    largest,
+    low,
+    high,
+    top,
+    temperature,
+    min_p,
+    stride_row,
+    vocab_size,
+    SHIFT: tl.constexpr,
+    MOST: tl.constexpr,
+    NEIGHBOURS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    GROUPS: tl.constexpr = CHUNK // NEIGHBOURS
+    num_gathered = tl.cast(0, tl.int32)
+    count_above = tl.zeros([GROUPS], tl.int32)
+    large_above = tl.zeros([GROUPS], tl.float32)
+    small_above = tl.zeros([GROUPS], tl.float32)
+    columns = tl.arange(0, NEIGHBOURS)[None, :]
+    num_chunks = tl.where(rows.key_of(largest, SHIFT) >= low, BLOCK // CHUNK, 0)
+    for chunk in range(num_chunks):
+        x, tokens = rows.block(
+            logits_ptr, row, number * (BLOCK // CHUNK) + chunk, stride_row, vocab_size, CHUNK
+        )
+        weights = rows.weights_of(x, top, temperature, min_p)
+        keys = rows.key_of(x, SHIFT)
+        above = keys >= high
+        within = (keys >= low) & (keys < high) & (tokens < vocab_size)
+        count_above += rows.by_groups(above.to(tl.int32), NEIGHBOURS)
+        large, small = rows.halves_of(tl.where(above, weights, 0.0))
+        large_above += rows.by_groups(large, NEIGHBOURS)
+        small_above += rows.by_groups(small, NEIGHBOURS)
+        # A thread's neighbours one after the other, each thread from its own place on.
+        count = rows.by_groups(within.to(tl.int32), NEIGHBOURS)
+        places = num_gathered + tl.cumsum(count, 0) - count
+        bits = tl.reshape(x.to(tl.int32, bitcast=True), (GROUPS, NEIGHBOURS))
+        within = tl.reshape(within.to(tl.int32), (GROUPS, NEIGHBOURS))
+        for column in tl.static_range(NEIGHBOURS):
+            value = tl.sum(tl.where(columns == column, bits, 0), 1).to(tl.float32, bitcast=True)
+            taken = tl.sum(tl.where(columns == column, within, 0), 1)
+            tl.store(
+                gathered_ptr + tl.minimum(places, MOST - 1),
+                value.to(gathered_ptr.dtype.element_ty),
+                mask=taken > 0,
+            )
+            places += taken
+        num_gathered += tl.sum(count, 0)
+    tl.store(counts_ptr, num_gathered)
+    tl.store(counts_ptr + 1, tl.sum(count_above, 0))
+    tl.store(weight_ptr, tl.sum(large_above.to(tl.float64) + small_above.to(tl.float64), 0))
+
+
+@triton.jit(do_not_specialize=["num_programs"])
 def _gather_kernel(
     logits_ptr,
     maxima_ptr,
@@ -201,53 +268,38 @@ def _gather_kernel(
     stride_row,
     vocab_size,
     num_blocks,
+    num_programs,  # of a row
     SHIFT: tl.constexpr,
     MOST: tl.constexpr,
+    NEIGHBOURS: tl.constexpr,
+    CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Of each block: the logits within its row's bracket, up to MOST; how many these are and how
-    many lie above; the weights of both."""
+    many lie above, and what these weigh."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
-    place = tl.program_id(0)
-    row, number = place // num_blocks, place % num_blocks
+    row, first = tl.program_id(0) // num_programs, tl.program_id(0) % num_programs
     _, _, wanted = rows.cut_of(row, temperature_ptr, top_k_ptr, top_p_ptr, vocab_size)
     if wanted:
         low, high = tl.load(brackets_ptr + 2 * row), tl.load(brackets_ptr + 2 * row + 1)
+        temperature, min_p = tl.load(temperature_ptr + row), tl.load(min_p_ptr + row)
         blocks = tl.arange(0, BLOCKS)
         maxima = tl.load(
             maxima_ptr + row * num_blocks + blocks, mask=blocks < num_blocks, other=-float("inf")
         )
-        count_within = tl.cast(0, tl.int32)
-        count_above = tl.cast(0, tl.int32)
-        weight_within = tl.cast(0.0, tl.float64)
-        weight_above = tl.cast(0.0, tl.float64)
-        if rows.key_of(tl.load(maxima_ptr + place), SHIFT) >= low:
-            temperature, min_p = tl.load(temperature_ptr + row), tl.load(min_p_ptr + row)
-            top = tl.max(maxima, 0)
-            gathered = gathered_ptr + place.to(tl.int64) * MOST
-            for half in range(2):
-                x, tokens = rows.block(
-                    logits_ptr, row, 2 * number + half, stride_row, vocab_size, BLOCK // 2
-                )
-                weights = rows.weights_of(x, top, temperature, min_p)
-                keys = rows.key_of(x, SHIFT)
-                above = keys >= high
-                within = (keys >= low) & (keys < high) & (tokens < vocab_size)
-                ends = count_within + tl.cumsum(within.to(tl.int32), 0)
-                x = x.to(gathered_ptr.dtype.element_ty)
-                tl.store(gathered + tl.minimum(ends, MOST) - 1, x, mask=within)
-                count_within += tl.sum(within.to(tl.int32), 0)
-                count_above += tl.sum(above.to(tl.int32), 0)
-                weight_within += rows.total_of(tl.where(within, weights, 0.0))
-                weight_above += rows.total_of(tl.where(above, weights, 0.0))
-        tl.store(counts_ptr + 2 * place, count_within)
-        tl.store(counts_ptr + 2 * place + 1, count_above)
-        tl.store(weights_ptr + 2 * place, weight_within)
-        tl.store(weights_ptr + 2 * place + 1, weight_above)
+        top = tl.max(maxima, 0)
+        for number in range(first, num_blocks, num_programs):
+            place = row * num_blocks + number
+            _gather_block(
+                logits_ptr, gathered_ptr + place.to(tl.int64) * MOST, counts_ptr + 2 * place,
+                weights_ptr + place, row, number, tl.load(maxima_ptr + place), low, high,
+                top, temperature, min_p, stride_row, vocab_size,
+                SHIFT, MOST, NEIGHBOURS, CHUNK, BLOCK,
+            )  # fmt: skip
 
 
 class Gathered(NamedTuple):
@@ -257,7 +309,7 @@ class Gathered(NamedTuple):
     logits: `[num_rows, num_blocks, MOST]`: of each block those within, in the order of tokens.
     counts: int32 `[num_rows, num_blocks, 2]`, how many are within (more than MOST: not all were
         gathered) and at or above the second key.
-    weights: float64 `[num_rows, num_blocks, 2]`, the weights of both.
+    weights: float64 `[num_rows, num_blocks]`, of those at or above the second key.
 
     Rows that are not cut have garbage.
     """
@@ -288,11 +340,13 @@ def gather(
     brackets = new(num_rows, 2, dtype=torch.int32)
     gathered = new(num_rows, num_blocks, MOST, dtype=logits.dtype)
     counts = new(num_rows, num_blocks, 2, dtype=torch.int32)
-    weights = new(num_rows, num_blocks, 2, dtype=torch.float64)
+    weights = new(num_rows, num_blocks, dtype=torch.float64)
     sizes = (logits.stride(0), vocab_size, num_blocks)
+    neighbours = rows.NEIGHBOURS[logits.dtype]
     overlap = runtime.overlap(logits.device)
     options: dict[str, Any] = {
         "SHIFT": rows.SHIFTS[logits.dtype],
+        "NEIGHBOURS": neighbours,
         "BLOCKS": next_power_of_2(num_blocks),
         "OVERLAP": bool(overlap),
         **overlap,
@@ -301,8 +355,11 @@ def gather(
         logits, maxima, sums, temperature, min_p, top_k, top_p, brackets, *sizes,
         PARTS=cdiv(vocab_size, 4 * PART), PART=PART, num_warps=_WARPS_SAMPLE, **options,
     )  # fmt: skip
-    runtime.launch(_gather_kernel, (num_rows * num_blocks,))(
+    num_programs = _PROGRAMS * runtime.num_multiprocessors(logits.device) // num_rows
+    num_programs = min(max(num_programs, 1), num_blocks)
+    runtime.launch(_gather_kernel, (num_rows * num_programs,))(
         logits, maxima, temperature, min_p, top_k, top_p, brackets, gathered, counts, weights,
-        *sizes, MOST=MOST, BLOCK=rows.BLOCK, num_warps=_WARPS, **options,
+        *sizes, num_programs, MOST=MOST, CHUNK=32 * _WARPS_GATHER * neighbours, BLOCK=rows.BLOCK,
+        num_warps=_WARPS_GATHER, **options,
     )  # fmt: skip
     return Gathered(brackets, gathered, counts, weights)

@@ -56,6 +56,17 @@ def _tally(keys, portions, limits, ways):
 
 
 @triton.jit
+def _closest(keys, low, high):
+    """The smallest of the keys that is not below `low`, and one more than the largest below `high`:
+    they and those above are as many tokens."""
+    inside = (keys >= low) & (keys < high)
+    first = tl.min(tl.where(inside, keys, 2**31 - 1), 0).to(tl.int64)
+    last = tl.max(tl.where(inside, keys, -(2**31)), 0).to(tl.int64)
+    some = first <= last
+    return tl.where(some, first, low), tl.where(some, last + 1, high)
+
+
+@triton.jit
 def _search(
     logits_ptr,
     maxima_ptr,
@@ -85,11 +96,12 @@ def _search(
     count_outside = tl.where(listed, count_above, 0)
     weight_outside = tl.where(listed, weight_above, 0.0)
     low, high = low.to(tl.int64), high.to(tl.int64)
-    step = (high - low + _WAYS) // (_WAYS + 1)
+    if listed:
+        low, high = _closest(keys, low, high)
     # In a row first by what a weight can be (e^-109 to e^-0.25 of the largest), then evenly.
     distance = 0.25 * tl.exp2(-1.25 * (ways - (_WAYS - 1)).to(tl.float32))
     bounds = rows.key_of(top - temperature * distance, SHIFT).to(tl.int64)
-    bounds = tl.where(listed, low + step * (ways + 1), bounds)
+    bounds = tl.where(listed, low + (high - low + _WAYS) // (_WAYS + 1) * (ways + 1), bounds)
     while high - low > 1:
         inside = (bounds > low) & (bounds < high)
         places = tl.where(inside, bounds, high).to(tl.int32)
@@ -121,6 +133,8 @@ def _search(
             count_above = tl.sum(tl.where(ways == first, counts, 0), 0)
             weight_above = tl.sum(tl.where(ways == first, weights, 0.0), 0)
             high = next_high
+        if listed:
+            low, high = _closest(keys, low, high)
         bounds = low + (high - low + _WAYS) // (_WAYS + 1) * (ways + 1)
     return low.to(tl.int32), count_above, weight_above
 
@@ -163,9 +177,7 @@ def _cut(
     low,  # the bracket
     high,
     count_above,
-    count_within,
     weight_above,
-    weight_within,
     none_below,  # nothing below the bracket has a weight
     top,
     temperature,
@@ -184,14 +196,15 @@ def _cut(
     key = tl.cast(-(2**31) >> SHIFT, tl.int32)
     ties = tl.cast(vocab_size, tl.int32)
     kept = total
+    within = tl.sum(portions, 0)
     # First by top_k, then by top_p of what that keeps.
     for stage in range(2):
         by_weight = stage == 1
         enough = tl.where(by_weight, kept * top_p.to(tl.float64), top_k.to(tl.float64))
         above = tl.where(by_weight, weight_above, count_above.to(tl.float64))
-        both = above + tl.where(by_weight, weight_within, count_within.to(tl.float64))
+        both = above + tl.where(by_weight, _weight(within), _count(within).to(tl.float64))
         # Where all weight is not enough, nothing is cut (of weights, rounding may ask for more).
-        cuts = (enough <= both) | (not none_below)
+        cuts = (enough <= both) | (not (usable & none_below))
         if cuts & tl.where(by_weight, top_p < 1.0, top_k < vocab_size):
             listed = usable & (above < enough) & (enough <= both)
             found, count, weight = _search(
@@ -287,25 +300,23 @@ def _drawn(
     """A token of what top_k and top_p keep of a row."""
     blocks = tl.arange(0, BLOCKS)
     there = blocks < num_blocks
-    start = 2 * (row * num_blocks + blocks)
-    counts = tl.load(counts_ptr + start, mask=there, other=0)
-    counts_above = tl.load(counts_ptr + start + 1, mask=there, other=0)
-    weights_within = tl.load(weights_ptr + start, mask=there, other=0.0)
-    weights_above = tl.load(weights_ptr + start + 1, mask=there, other=0.0)
-    count_within = tl.sum(counts, 0)
-    usable = (count_within <= LIST) & (tl.max(counts, 0) <= MOST)
+    start = row * num_blocks + blocks
+    counts = tl.load(counts_ptr + 2 * start, mask=there, other=0)
+    counts_above = tl.load(counts_ptr + 2 * start + 1, mask=there, other=0)
+    weights_above = tl.load(weights_ptr + start, mask=there, other=0.0)
+    usable = (tl.sum(counts, 0) <= LIST) & (tl.max(counts, 0) <= MOST)
     counts = tl.where(usable, counts, 0)
     ends = tl.cumsum(counts, 0)
     x, keys = _gathered(
         gathered_ptr, row, counts, ends, num_blocks, SHIFT, MOST, LIST, BLOCKS, LOG_BLOCKS
     )
     portions = _portions(rows.weights_of(x, top, temperature, min_p))
+    portions = tl.where(tl.arange(0, LIST) < tl.max(ends, 0), portions, 0)
     low, high = tl.load(brackets_ptr + 2 * row), tl.load(brackets_ptr + 2 * row + 1)
     none_below = rows.weights_of(rows.value_of(low - 1, SHIFT), top, temperature, min_p) == 0.0
     key, ties, kept = _cut(
         logits_ptr, maxima_ptr, row, usable, keys, portions, low, high,
-        tl.sum(counts_above, 0), count_within,
-        tl.sum(weights_above, 0), tl.sum(weights_within, 0), none_below,
+        tl.sum(counts_above, 0), tl.sum(weights_above, 0), none_below,
         top, temperature, min_p, top_k, top_p, total,
         stride_row, vocab_size, num_blocks, SHIFT, BLOCK,
     )  # fmt: skip
@@ -318,7 +329,6 @@ def _drawn(
         tied = (keys == key).to(tl.int32)
         ranks = tl.cumsum(tied, 0)
         taken = (keys > key) | ((tied > 0) & (ranks <= ties))
-        taken = taken & (tl.arange(0, LIST) < tl.max(ends, 0))
         units = tl.where(taken, portions & (_TOKEN - 1), 0)
         sums = tl.cumsum(units, 0)
         begins = ends - counts

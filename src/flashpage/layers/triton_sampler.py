@@ -58,6 +58,7 @@ def _sums_kernel(
     stride_row,
     vocab_size,
     num_blocks,
+    NEIGHBOURS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -74,7 +75,7 @@ def _sums_kernel(
         )
         x, _ = rows.block(logits_ptr, row, number, stride_row, vocab_size, BLOCK)
         weights = rows.weights_of(x, tl.max(maxima, 0), temperature, tl.load(min_p_ptr + row))
-        tl.store(sums_ptr + tl.program_id(0), rows.total_of(weights))
+        tl.store(sums_ptr + tl.program_id(0), rows.total_of(weights, NEIGHBOURS))
 
 
 @triton.jit
@@ -161,8 +162,9 @@ def sample_plain(
         )
         options["BLOCKS"] = next_power_of_2(num_blocks)
         runtime.launch(_sums_kernel, (num_rows * num_blocks,))(
-            logits, maxima, sums, temperature, min_p, *sizes, **options
-        )
+            logits, maxima, sums, temperature, min_p, *sizes,
+            NEIGHBOURS=rows.NEIGHBOURS[logits.dtype], **options,
+        )  # fmt: skip
         cut = (top_k, top_p)
         gathered = gather(logits, maxima, sums, temperature, min_p, *cut)
         draw_cut(logits, maxima, sums, gathered, temperature, min_p, uniform, *cut, tokens)
