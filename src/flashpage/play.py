@@ -82,8 +82,8 @@ def play(engine: Engine, asks: Sequence[Ask]) -> Played:
         stats={
             name: getattr(after, name) - getattr(before, name)
             for name in (
-                "preemptions", "prefix_hit_tokens", "tokens_computed", "steps",
-                "host_seconds", "wait_seconds",
+                "preemptions", "prefix_lookup_tokens", "prefix_hit_tokens", "tokens_computed",
+                "steps", "host_seconds", "wait_seconds",
             )
         },
     )  # fmt: skip

@@ -326,12 +326,12 @@ def prefix(options: Options) -> list[Row]:
             enable_prefix_caching=enabled,
         )
         played = _rounds(options, llm, asks)
-        total = sum(len(a.prompt) for a in asks)
+        stats = played[-1].stats
         rows.append(
             {
                 "case": f"prefix cache {case}",
                 "seconds": _median([p.seconds for p in played]),
-                "hit_rate": played[-1].stats["prefix_hit_tokens"] / total,
+                "hit_rate": stats["prefix_hit_tokens"] / max(stats["prefix_lookup_tokens"], 1),
             }
         )
         del llm

@@ -160,17 +160,18 @@ def cuda_capture() -> Capture:
 class Inputs:
     """What a step is told; views of one buffer: tensors on the device, arrays on the host.
 
-    Per row: uniform (float64), the next six (float32), counts_row (of the table of counts, 0: no
-    penalties), top_k, last (the row's token). Per token:
-    source (row of the last step's chosen tokens that it is, -1: `token_ids`), token_ids, positions,
-    slots. Per decode: cache_seqlens, block_table. Per chunk: cu_seqlens_q and _k, chunk_table.
-    number: the step's own.
+    Per row: uniform and top_p (float64), the five from temperature on (float32), counts_row (of the
+    table of counts, 0: no penalties), top_k, last (the row's token). Per token: source (row of the
+    last step's chosen tokens that it is, -1: `token_ids`), token_ids, positions, slots. Per decode:
+    cache_seqlens, block_table. Per chunk: cu_seqlens_q and _k, chunk_table.
+    number (int64): the step's own.
     """
 
     uniform: Any
+    top_p: Any
+    number: Any
     temperature: Any
     min_p: Any
-    top_p: Any
     repetition: Any
     presence: Any
     frequency: Any
@@ -186,7 +187,6 @@ class Inputs:
     cu_seqlens_q: Any
     cu_seqlens_k: Any
     chunk_table: Any
-    number: Any
 
     @property
     def sampling(self) -> tuple[Any, ...]:
@@ -203,15 +203,15 @@ class Inputs:
         """32-bit words of each."""
         ends = shape.chunks + 1 if shape.chunks else 0
         return [
-            2 * shape.rows,
-            *[shape.rows] * 9,
+            *[2 * shape.rows] * 2,
+            2,
+            *[shape.rows] * 8,
             *[shape.tokens] * 4,
             shape.decodes,
             shape.decodes * table_width,
             ends,
             ends,
             shape.chunks * table_width,
-            1,
         ]
 
     @classmethod
@@ -219,10 +219,11 @@ class Inputs:
         """The views into an int32 buffer."""
         sizes = cls.sizes(shape, table_width)
         parts = list(buffer[: sum(sizes)].split(sizes))
-        parts[0] = parts[0].view(torch.float64)
-        parts[1:7] = (part.view(torch.float32) for part in parts[1:7])
-        parts[15] = parts[15].view(shape.decodes, table_width)
-        parts[18] = parts[18].view(shape.chunks, table_width)
+        parts[:2] = (part.view(torch.float64) for part in parts[:2])
+        parts[2] = parts[2].view(torch.int64)
+        parts[3:8] = (part.view(torch.float32) for part in parts[3:8])
+        parts[16] = parts[16].view(shape.decodes, table_width)
+        parts[19] = parts[19].view(shape.chunks, table_width)
         return cls(*parts)
 
     def numpy(self) -> Inputs:
@@ -268,9 +269,10 @@ class StepGraphs:
         self._kv_cache = kv_cache
         self._ladder = ladder
         self._sampled = sampled
-        self._before = torch.zeros_like(sampled)
-        self._number = 0
-        self._last_run = torch.zeros(1, dtype=torch.int32, device=sampled.device)
+        # What the last step that ran found in `sampled`, and its number.
+        self._before = sampled.new_zeros(len(sampled) + 1)
+        self.number = 0
+        """of the step that was asked for last"""
         self._capture = capture
         self._table_width = min(config.num_pages(config.max_model_len), config.num_blocks)
         self._graphs: dict[tuple[Shape, bool], _StepGraph] = {}
@@ -302,7 +304,6 @@ class StepGraphs:
             chunk `j` in row `shape.decodes + j`; valid until the next call. The tokens that plain
             sampling takes are the same rows of `sampled`.
         """
-        self._last = None
         key = shape, penalties is not None
         step = self._graphs.get(key)
         if step is None:
@@ -312,9 +313,10 @@ class StepGraphs:
         fill(inputs, decodes, chunks, sampling, self._kv_cache.block_size)
         if penalties is not None:
             _fill_rows(inputs, inputs.penalties, penalties, len(decodes))
-        self._number = inputs.number[0] = (self._number + 1) % 2**31
         # Known before it runs: an interrupt may be raised when it does, or just before.
         self._last = step
+        self.number += 1
+        inputs.number[0] = self.number
         step.target.copy_(step.sources[self._turn], non_blocking=True)
         step.graph.replay()
         return step.hidden
@@ -358,21 +360,22 @@ class StepGraphs:
         finally:
             self._sampled.copy_(before)
 
-    def undo(self) -> None:
-        """Give `sampled` and the counts back what they held before the last call of `replay`, if
-        that came to replay anything, as the device alone knows: so that it can be repeated."""
-        if self._last is None:
+    def undo(self, number: int) -> None:
+        """Give `sampled` and the counts back what they held after the step of this `number`, which
+        was the last or is the one before it, so that what follows it can be repeated. Whether that
+        ran is known to the device alone."""
+        if self._last is None or self.number == number:
             return
-        has_run = self._last_run == self._number
+        before, last_run = self._before[:-1], self._before[-1:]
+        has_run = last_run == self.number
         if self._last.counts is not None:
             rows = torch.where(has_run, self._last.counts_row, 0)
             count_tokens(self._last.counts, rows, self._sampled[: len(rows)], times=-1)
-        self._sampled.copy_(torch.where(has_run, self._before, self._sampled))
-        self._last = None
+        self._sampled.copy_(torch.where(has_run, before, self._sampled))
+        self.number += 1  # not twice
 
     def _step(self, shape: Shape, x: Inputs, counts: Tensor | None) -> Tensor:
-        self._before.copy_(self._sampled)
-        self._last_run.copy_(x.number)
+        torch.cat((self._sampled, x.number), out=self._before)
         # A row without a token (-1) ends its sequence; the host does not know it yet.
         earlier = self._sampled[x.source.clamp(min=0)].clamp(min=0)
         input_ids = torch.where(x.source >= 0, earlier, x.token_ids.long())

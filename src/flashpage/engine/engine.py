@@ -4,11 +4,12 @@
 it, which ran meanwhile, and leaves its own running. An engine belongs to one thread: it takes no
 locks, so concurrent callers must hand their requests to the thread that steps.
 
-What can go wrong in a step: an exception in the model, or Ctrl-C while it runs, leaves every
-request as it was before the step, to be stepped again. Logits that are not numbers, or a tokenizer
-that raises when it decodes what a request generated, end that request alone with an error, and the
-other requests of the step get their tokens. After that only code of this package runs, none of
-which raises; a Ctrl-C there is the caller's to defer (`flashpage.engine.interrupt`).
+What can go wrong in a step: an exception in the model leaves every request as it was before the
+step, to be stepped again. Logits that are not numbers, or a tokenizer that raises when it decodes
+what a request generated, end that request alone with an error, and the other requests of the step
+get their tokens. After that only code of this package runs, none of which raises. Ctrl-C waits for
+the end of the step; where the program handles it itself, a handler that raises must do so between
+steps too.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch import nn
 
 from flashpage.engine.config import EngineConfig
 from flashpage.engine.detokenizer import Decoder
+from flashpage.engine.interrupt import deferred_interrupt
 from flashpage.engine.memory import allocate_kv_cache
 from flashpage.engine.outputs import EngineStats, FinishReason, RequestOutput
 from flashpage.engine.postprocess import append_token, flush_text, logprob_dict
@@ -170,13 +172,16 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Compute one batch; returns the requests that gained a token or ended.
 
-        With `overlap` they come from the step before: the first one returns nothing.
+        With `overlap` they come from the step before: the first one returns nothing. Ctrl-C is
+        raised when the step is done, its outputs are returned by the next one then; a second
+        Ctrl-C is raised at once.
         """
-        began = time.perf_counter()
-        try:
-            self._step()
-        finally:
-            self._step_seconds += time.perf_counter() - began
+        with deferred_interrupt():
+            began = time.perf_counter()
+            try:
+                self._step()
+            finally:
+                self._step_seconds += time.perf_counter() - began
         if self._stats_log is not None and self._stats_log.is_due(self._step_seconds):
             self._stats_log.write(self.stats())
         outputs, self._undelivered = self._undelivered, []

@@ -358,7 +358,7 @@ class LLM:
         )
 
     def _step(self) -> None:
-        with deferred_interrupt():
+        with deferred_interrupt():  # here, so that the engine does not keep the step's outputs
             self.engine.step()
 
 

@@ -17,14 +17,17 @@ if TYPE_CHECKING:
 
 MAX_TOP_K = 2**31 - 1
 """What an int32 holds; no vocabulary is larger."""
+MIN_TOP_P = 1e-290
+"""Times the weight of a row, at least 1, no zero."""
 
 _Wishes = np.dtype(
     [
         ("seed", np.uint64),
         ("num_prompt_tokens", np.int64),
+        ("top_p", np.float64),
         *(
             (name, np.float32)
-            for name in ("temperature", "min_p", "top_p", "repetition", "presence", "frequency")
+            for name in ("temperature", "min_p", "repetition", "presence", "frequency")
         ),
         ("top_k", np.int32),
     ],
@@ -33,7 +36,7 @@ _Wishes = np.dtype(
 
 
 class PlainSampling(NamedTuple):
-    """One entry per sequence: float32, float32, float64, int32 and float32; `uniform` is the random
+    """One entry per sequence: float32, float32, float64, int32 and float64; `uniform` is the random
     number of its next draw, in [0, 1)."""
 
     temperature: np.ndarray
@@ -59,8 +62,8 @@ def pack_wishes(params: SamplingParams, seed: int, num_prompt_tokens: int) -> by
     wishes["num_prompt_tokens"] = num_prompt_tokens
     wishes["temperature"] = 0.0 if params.is_greedy else params.temperature
     wishes["min_p"] = params.min_p
-    # What float32 can not hold would be 0, which leaves no token.
-    wishes["top_p"] = max(params.top_p, np.finfo(np.float32).tiny)
+    # A share of nothing would leave no token.
+    wishes["top_p"] = max(params.top_p, MIN_TOP_P)
     wishes["top_k"] = min(max(params.top_k, 0), MAX_TOP_K)
     wishes["repetition"] = params.repetition_penalty
     wishes["presence"] = params.presence_penalty

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, compress
 from operator import attrgetter
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -279,7 +281,7 @@ class Runner:
         sampling = plain_sampling(every, [chunk.end for chunk in chunks])
         penalties = self._penalties(every, sampled_here)
         counts = None if penalties is None else self._token_counts().table
-        try:
+        with self._repeatable(partial(graphs.undo, graphs.number)):
             hidden = graphs.replay(shape, decodes, others, sampling, penalties, counts)
             by_host = self._not_plain(sequences)
             if by_host:
@@ -287,9 +289,6 @@ class Runner:
                 sampled = self._choose(logits, sequences, rows, by_host)
             else:
                 sampled = self._fetch(sequences, rows)
-        except BaseException:  # Ctrl-C too: the step will be repeated
-            graphs.undo()
-            raise
         return Launch(chunks, sampled_here, sequences, rows, sampled, {})
 
     def _forward(self, chunks: list[Chunk], slices: list[SequenceSlice]) -> Tensor:
@@ -330,7 +329,7 @@ class Runner:
         tokens = sample_plain(logits, *to_device(wishes, self._device))
         by_host = self._not_plain(sequences)
         before = self._sampled.clone()
-        try:
+        with self._repeatable(lambda: self._sampled.copy_(before)):
             self._sampled[: len(sequences)].copy_(tokens)
             if by_host:
                 sampled = self._choose(logits[by_host], sequences, places, by_host)
@@ -338,10 +337,19 @@ class Runner:
                 sampled = self._fetch(sequences, places)
             if penalties is not None:
                 count_tokens(self._token_counts().table, rows, tokens)
-        except BaseException:  # Ctrl-C too: the step will be repeated
-            self._sampled.copy_(before)
-            raise
         return sampled
+
+    @contextmanager
+    def _repeatable(self, undo: Callable[[], object]) -> Iterator[None]:
+        """If the block fails, all is as it was before it, for the step to be repeated."""
+        fetched = list(self._fetched)
+        try:
+            yield
+        except BaseException:  # Ctrl-C too
+            # The next step may not take the memory that the one under way is still read from.
+            self._fetched = deque(fetched)
+            undo()
+            raise
 
     def _penalties(self, sequences: list[Sequence], is_sampled: list[bool]) -> Penalties | None:
         """What the device is told of penalties, if there are any."""
@@ -501,7 +509,7 @@ def _row_sampling(sequence: Sequence, eos_token_ids: frozenset[int]) -> RowSampl
         uniform=(mix_seed(sequence.seed, sequence.num_chosen_tokens) >> 11) / (1 << 53),
         top_k=max(params.top_k, 0),
         top_p=params.top_p,
-        min_p=params.min_p,
+        min_p=float(np.float32(params.min_p)),  # as on the device
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
         repetition_penalty=params.repetition_penalty,
