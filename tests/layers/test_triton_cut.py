@@ -91,6 +91,7 @@ def smallest_kept(logits, temperature, min_p, top_k, top_p) -> torch.Tensor:
 )
 def test_the_cut_is_among_what_is_gathered(scale, top_k, top_p, min_p, dtype, monkeypatch):
     monkeypatch.setattr(triton_bracket, "PART", 256)  # so that there are many, as in long rows
+    monkeypatch.setattr(triton_bracket, "_PROGRAMS", 1)  # so that each has several blocks
     logits = random_rows(3, 9001, scale, dtype)
     temperature, min_ps, _, top_ks, top_ps = wishes(3, top_k, top_p, min_p)
     cut = (temperature, min_ps, top_ks, top_ps)
