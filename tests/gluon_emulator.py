@@ -372,6 +372,8 @@ def _stand_ins() -> dict[str, types.ModuleType]:
         rescale_rows=lambda x, factor: x * factor[:, None],
         partial_sums=lambda x: x.reshape(x.shape[0], -1, 8).sum(1),
         scale_partial_sums=lambda x, factor: x * factor[:, None],
+        pack_pairs=lambda x, dtype: x.to(dtype),
+        unpack_pairs=lambda x, dtype, layout: x,
         tma_add=lambda desc, coord, source: desc.add(coord, source),
         keep_where=_keep_where,
     )
