@@ -36,6 +36,15 @@ class Tiles:
     immediates: bool = False
     registers: tuple[int, int] = (240, 24)
     """of a thread of a consumer and of the producer"""
+    blocks: int = 1
+    """thread blocks that share a multiprocessor"""
+
+    @property
+    def registers_at_launch(self) -> int | None:
+        """Of a thread; None where one thread block takes all there are."""
+        if self.blocks == 1:
+            return None
+        return 65536 // (self.blocks * 128 * (self.consumers + 1)) // 8 * 8
 
 
 @cache
@@ -118,7 +127,7 @@ def launch(
     num_tiles = num_tiles_m * num_heads
     grid, counter = num_tiles, None
     if tiles.persistent:
-        grid = min(num_tiles, runtime.num_multiprocessors(x.q.device))
+        grid = min(num_tiles, tiles.blocks * runtime.num_multiprocessors(x.q.device))
         counter = torch.zeros(1, dtype=torch.int32, device=x.q.device)
     runtime.launch(forward_kernel, (grid,))(
         q_desc,
@@ -163,4 +172,5 @@ def launch(
         CONSUMER_REGISTERS=tiles.registers[0],
         PRODUCER_REGISTERS=tiles.registers[1],
         num_warps=4,
+        maxnreg=tiles.registers_at_launch,
     )

@@ -354,7 +354,29 @@ def forward_kernel(
     mbarrier.init(tile_empty, count=CONSUMERS)
     fence_async_shared()
     # Arguments are spelled out: in a variable, compile-time values would cease to be such.
-    if CONSUMERS == 2:
+    if CONSUMERS == 1:
+        gl.warp_specialize(
+            [
+                (_consumer, (
+                    o_desc, lse_ptr, softmax_scale, softcap, window_left, window_right, seqlen_q,
+                    num_q_heads, q_s, k_s, v_s, o_s, tile_s, q_full, q_empty, k_full, k_empty,
+                    v_full, v_empty, tile_full, tile_empty, 0, CONSUMERS, BLOCK_N, BLOCK_D, STAGES,
+                    VARLEN, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PING_PONG, LAZY, OUT_IN_Q, SKIP,
+                    IMMEDIATES,
+                )),
+                (producer, (
+                    q_desc, k_desc, v_desc, counter_ptr, cu_q_ptr, cu_k_ptr, table_ptr,
+                    window_left, window_right, seqlen_q, seqlen_k, batch, num_q_heads, group_size,
+                    num_tiles_m, num_heads, group_heads, num_pages, stride_table, q_s, k_s, v_s,
+                    tile_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full,
+                    tile_empty, CONSUMERS, BLOCK_N, BLOCK_D, STAGES, CHUNK, VARLEN, PAGE, HAS_LEFT,
+                    HAS_RIGHT, PERSISTENT,
+                )),
+            ],
+            [1],
+            [PRODUCER_REGISTERS],
+        )  # fmt: skip
+    elif CONSUMERS == 2:
         gl.warp_specialize(
             [
                 (_consumer, (

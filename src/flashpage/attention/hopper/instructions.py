@@ -121,7 +121,7 @@ def pack_pairs(x, DTYPE: gl.constexpr):
 def unpack_pairs(x, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
     """What `pack_pairs` packed, as the left operand of a matrix product."""
     twice = gl.join(x, x).reshape([x.shape[0], x.shape[1] * 2])
-    if DTYPE == gl.bfloat16:
+    if gl.bfloat16 == DTYPE:
         pairs = gl.inline_asm_elementwise(
             "mov.b32 $0, $1;", "=r,r,r", [twice], dtype=gl.bfloat16, is_pure=True, pack=2
         )
