@@ -38,14 +38,17 @@ def _tile(
 
 @triton.jit(do_not_specialize=_COUNTS)
 def prepare_kernel(
-    out, dout, lse_ptr, dlse_ptr, lse2_ptr, delta_ptr, sums_ptr, cu_q_ptr, dout_strides,
+    out, dout, lse_ptr, dlse_ptr, lse2_ptr, delta_ptr, sums_ptr, turns_ptr, cu_q_ptr, dout_strides,
     num_tiles, num_q_heads, num_sequences, seqlen_q,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """Grid: one program a tile. sums_ptr: None where dQ is not summed; num_sequences: with the rows
-    after the last one if VARLEN. Rows that a tile has too many, and rows that see no key, get an
-    LSE that makes their P zero.
+    """Grid: one program a tile. sums_ptr: None where dQ is not summed; turns_ptr: None where it is
+    in any order; num_sequences: with the rows after the last one if VARLEN. Rows that a tile has
+    too many, and rows that see no key, get an LSE that makes their P zero.
     """
+    if turns_ptr is not None:
+        tl.store(turns_ptr + tl.program_id(0), 0)
+        tl.store(turns_ptr + tl.num_programs(0), 0)
     entry, head, first, row_lo, length = _tile(
         cu_q_ptr, num_tiles, num_q_heads, num_sequences, seqlen_q, BLOCK_M, VARLEN
     )

@@ -175,3 +175,33 @@ def keep_where(x, distance, STEP: gl.constexpr, OTHER: gl.constexpr):
         is_pure=True,
         pack=N,
     )
+
+
+@gluon.jit
+def copies_done():
+    """Wait until what this warp wrote by the accelerator has reached global memory (`store_wait`
+    waits until it was read from shared memory), before other instructions tell others of it."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; fence.proxy.async; bar.warp.sync 0xffffffff; mov.u32 $0, 0;",
+        "=r",
+        [],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def wait_for_turn(ptr, turn):
+    """Until the counter at ptr reaches turn; writes by the accelerator come after."""
+    while gl.atomic_add(ptr, 0, sem="acquire") < turn:
+        pass
+    gl.inline_asm_elementwise(
+        "fence.proxy.async; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def next_turn(ptr):
+    """Let the next one come, after all that this warp did."""
+    gl.atomic_add(ptr, 1, sem="release")
