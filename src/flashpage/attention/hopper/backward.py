@@ -158,5 +158,5 @@ def _launch(
     )
     if dq is not None:
         runtime.launch(finish_kernel, (num_lanes * num_tiles_m,))(
-            sums, dq, places[0], problem.softmax_scale, *places[1:], **constants, num_warps=4
+            sums, turns, dq, places[0], problem.softmax_scale, *places[1:], **constants, num_warps=4
         )

@@ -207,8 +207,9 @@ def _adder(
 ):  # fmt: skip
     """Have each finished tile of dQ added to the sums in global memory. One warp.
 
-    ORDERED: in the order of the blocks of keys, told by a counter of each tile. Blocks before this
-    one have been started before it, so that none waits for one that can not run.
+    ORDERED: in the order of the blocks of keys, told by a counter of each tile; the first one
+    writes. Blocks before this one have been started before it, so that none waits for one that can
+    not run.
     """
     done = 0
     for member in range(group_size):
@@ -219,8 +220,14 @@ def _adder(
             mbarrier.wait(dq_full, done & 1)
             if ORDERED:
                 before = _first_block(m, len_q, len_k, window_left, BLOCK_M, HAS_LEFT)
-                wait_for_turn(turns_ptr + (tile + m), col_lo // BLOCK_N - before)
-            tma_add(dq_desc, [tile + m, 0, 0], dq_s)
+                turn = col_lo // BLOCK_N - before
+                wait_for_turn(turns_ptr + (tile + m), turn)
+                if turn == 0:
+                    tma.async_copy_shared_to_global(dq_desc, [tile + m, 0, 0], dq_s)
+                else:
+                    tma_add(dq_desc, [tile + m, 0, 0], dq_s)
+            else:
+                tma_add(dq_desc, [tile + m, 0, 0], dq_s)
             tma.store_wait(0)
             mbarrier.arrive(dq_empty, count=1)
             if ORDERED:
