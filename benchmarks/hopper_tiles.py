@@ -1,4 +1,4 @@
-"""The knobs of the forward for Hopper, one at a time: TFLOP/s of each, against the table's tiles.
+"""Tiles of the forward for Hopper: TFLOP/s of each, against those that its table chooses.
 
     python benchmarks/hopper_tiles.py
     python benchmarks/hopper_tiles.py --head-dims 64 --only immediates
@@ -34,25 +34,26 @@ KNOBS: dict[str, dict[str, Any]] = {
 
 
 def variants(head_dim: int) -> dict[str, Any]:
-    """Tiles by name, the table's first."""
-    from flashpage.attention.hopper.forward import Tiles, forward_tiles
+    """Tiles by name: the largest of each head_dim, changed by what the name says."""
+    from flashpage.attention.hopper import forward
 
-    table = forward_tiles(head_dim)
-    found = {"table": table, **{name: replace(table, **knob) for name, knob in KNOBS.items()}}
-    alone = Tiles(1, 64, stages=2, registers=(224, 24), blocks=2, ping_pong=False, immediates=True)
+    short = forward.TILES_64_SHORT
+    large = {64: forward.TILES_64_LONG, 128: forward.TILES_128, 256: forward.TILES_256}[head_dim]
+    large = replace(large, immediates=False)
+    found = {"large": large, **{name: replace(large, **knob) for name, knob in KNOBS.items()}}
     if head_dim == 64:
-        wide = Tiles(consumers=2, block_n=128, stages=4, immediates=True)
+        two = replace(large, consumers=2, registers=(240, 24), immediates=True)
         found |= {
-            "128 rows": wide,
-            "128 rows, skip": replace(wide, skip=True),
-            "128 rows, no lazy rescale": replace(wide, lazy=False),
-            "64 keys": replace(table, block_n=64, stages=6, immediates=True),
-            "64 keys, skip": replace(table, block_n=64, stages=6, immediates=True, skip=True),
-            "2 blocks of 64 rows": replace(alone, block_n=128),
-            "3 blocks of 64 rows": replace(alone, blocks=3, registers=(136, 24)),
+            "128 rows": two,
+            "128 rows, skip": replace(two, skip=True),
+            "128 rows, no lazy rescale": replace(two, lazy=False),
+            "64 keys": replace(large, block_n=64, stages=6, immediates=True),
+            "64 keys, skip": replace(large, block_n=64, stages=6, immediates=True, skip=True),
+            "2 blocks of 64 rows": replace(short, block_n=128, blocks=2, registers=(224, 24)),
+            "3 blocks of 64 rows": short,
         }
     if head_dim == 128:
-        found["2 blocks of 64 rows"] = alone
+        found["2 blocks of 64 rows"] = replace(short, blocks=2, registers=(224, 24))
     return found
 
 
@@ -66,7 +67,7 @@ def reference(problem: Problem, x: AttentionInputs) -> tuple[Tensor, Tensor]:
 def measure(
     head_dim: int, causal: bool, seqlen: int, tiles: dict[str, Any], rounds: int
 ) -> dict[str, Any]:
-    from flashpage.attention.hopper.forward import launch
+    from flashpage.attention.hopper.forward import launch, tiles_for
 
     batch, heads = TOKENS // seqlen, WIDTH // head_dim
     q, k, v = (randn(batch, seqlen, heads, head_dim) for _ in range(3))
@@ -81,6 +82,7 @@ def measure(
         window_right=0 if causal else -1,
     )
     x = AttentionInputs(q, k, v, None, None, None, None, None, seqlen, seqlen)
+    tiles = {"table": tiles_for(problem, seqlen, 0), **tiles}
     out, lse = reference(problem, x)
     outputs: dict[str, tuple[Tensor, Tensor]] = {}
     wrong = []
@@ -111,14 +113,14 @@ def main() -> None:
     info = setup()
     results = []
     for head_dim in options.head_dims:
-        tiles = chosen(variants(head_dim), f"table|{options.only}")
+        tiles = chosen(variants(head_dim), options.only)
         for mask in options.masks:
             cells = [
                 measure(head_dim, mask == "causal", seqlen, tiles, options.rounds)
                 for seqlen in options.seqlens
             ]
             rows = []
-            for name in tiles:
+            for name in ("table", *tiles):
                 rates = [
                     f"{c['tflops'][name]:.0f}{' WRONG' if name in c['wrong'] else ''}"
                     for c in cells

@@ -21,7 +21,9 @@ from flashpage.attention.triton.backward import dq_alone
 
 L2_BYTES = 32 * 2**20
 """Q, dO and the sums of dQ of the heads that run side by side should stay in the L2 cache."""
-ORDERED = True
+ORDERED = False
+"""With `deterministic`: sum dQ in the order of the keys, instead of having it from `triton/`. Right
+in the emulator, not yet measured on a GPU."""
 STAGES = 2
 """tiles of Q and of dO in shared memory"""
 
@@ -36,7 +38,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`(dq, dk, dv)`, fresh and contiguous; arguments as in `triton.backward`.
 
-    With `problem.deterministic` dQ is summed up in the order of the keys; without, in any order.
+    With `problem.deterministic` dQ is summed up in the order of the keys (`ORDERED`) or comes from
+    the kernel of `triton/` that owns query rows; without, it is summed up in any order.
     """
     q, k, v = inputs.q, inputs.k, inputs.v
     if q.numel() == 0 or k.numel() == 0:
