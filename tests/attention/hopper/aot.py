@@ -72,7 +72,7 @@ def every() -> Iterator[Case]:
             for layout, page in (("dense", 0), ("varlen", 0), ("paged", 16), ("paged", 256)):
                 name = f"{layout} {page or ''} {mask} d {d}"
                 for seqlen in (512, 4096, 16384) if d == 64 else (4096,):
-                    yield Case(f"{name} {seqlen}", layout, d, BF16, page, options, seqlen, 256)
+                    yield Case(f"{name} {seqlen}", layout, d, BF16, page, options, seqlen, 32)
                 if d <= 128 and not page:
                     for more in ({}, {"deterministic": True}):
                         name = f"backward {layout} {mask} d {d} {'deterministic' if more else ''}"
