@@ -63,7 +63,8 @@ def test_only_steps_in_which_all_decode_are_counted(monkeypatch, overlap, batch,
     assert decodes.context == pytest.approx(
         statistics.mean(chunk.end for chunks in counted for chunk in chunks)
     )
-    assert len(decodes.step_seconds) == 8
+    assert len(decodes.step_seconds) == len(decodes.host_seconds) == 8
+    assert all(0 < a < b for a, b in zip(decodes.host_seconds, decodes.step_seconds, strict=True))
     assert all(2 * a <= b for a, b in pairwise(decodes.step_seconds))
     assert not engine.has_unfinished()
     assert engine.stats().pages_used == 0

@@ -95,10 +95,12 @@ class Decodes:
 
     Attributes:
         step_seconds: between the returns of consecutive steps.
+        host_seconds: the host's own work in each, without its waiting for the device.
         context: keys that a request attended to in such a step; the mean over requests and steps.
     """
 
     step_seconds: list[float]
+    host_seconds: list[float]
     context: float
 
 
@@ -107,20 +109,26 @@ def play_decodes(engine: Engine, asks: Sequence[Ask], new_tokens: int) -> Decode
 
     The others must go on for as long: their `Ask.new_tokens` say how long they may.
     """
+    from flashpage.engine.collector import old_objects_spared
+
     for i, ask in enumerate(asks):
         engine.add_request(f"ask-{i}", ask.prompt, ask.params(), reports_once=True)
     seconds: list[float] = []
-    generated, returned = engine.stats().tokens_generated, time.perf_counter()
-    while len(seconds) < new_tokens:
-        if not engine.has_unfinished():
-            raise ArgumentError("the model can not be measured: requests end before all decode")
-        engine.step()
-        before, generated = generated, engine.stats().tokens_generated
-        before_step, returned = returned, time.perf_counter()
-        if generated - before == len(asks):
-            seconds.append(returned - before_step)
-        else:
-            seconds.clear()
+    host: list[float] = []
+    after, returned = engine.stats(), time.perf_counter()
+    with old_objects_spared():  # as in LLM.generate
+        while len(seconds) < new_tokens:
+            if not engine.has_unfinished():
+                raise ArgumentError("the model can not be measured: requests end before all decode")
+            engine.step()
+            before, after = after, engine.stats()
+            before_step, returned = returned, time.perf_counter()
+            if after.tokens_generated - before.tokens_generated == len(asks):
+                seconds.append(returned - before_step)
+                host.append(after.host_seconds - before.host_seconds)
+            else:
+                seconds.clear()
+                host.clear()
     lengths = []
     for i, ask in enumerate(asks):
         output = engine.abort(f"ask-{i}")
@@ -130,4 +138,4 @@ def play_decodes(engine: Engine, asks: Sequence[Ask], new_tokens: int) -> Decode
     # these steps also held the end of the last prompt: it is not counted.
     measured = seconds[1:]
     context = sum(lengths) / len(lengths) - 1 - (len(measured) - 1) / 2
-    return Decodes(measured, context)
+    return Decodes(measured, host[1:], context)

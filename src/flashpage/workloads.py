@@ -257,6 +257,7 @@ def sweep(options: Options) -> list[Row]:
             {
                 "case": f"batch {size}",
                 "step_ms": 1e3 * step,
+                "host_ms": 1e3 * _median(played.host_seconds),
                 "tokens_per_s": size / step,
                 "context": played.context,
                 "share_of_floor": floor / step,

@@ -6,7 +6,9 @@ same memory as for a CUDA graph.
 
 from __future__ import annotations
 
+import contextlib
 import random
+import time
 
 import numpy as np
 import pytest
@@ -16,11 +18,11 @@ from flashpage.engine import runner
 from flashpage.engine.config import EngineConfig
 from flashpage.engine.cuda_graph import FEW_CHUNKS, FEW_TOKENS, LONE_TOKENS, Inputs, Ladder, Shape
 from flashpage.engine.engine import Engine
-from flashpage.engine.plain_sampling import mix_seeds
-from flashpage.engine.request import mix_seed
 from flashpage.engine.runner import Runner
 from flashpage.engine.sampling_params import SamplingParams
+from flashpage.engine.seeds import mix_seed, mix_seeds
 from flashpage.engine.token_counts import TokenCounts
+from flashpage.errors import RequestError
 from flashpage.weights.load import load_model
 from graphs import Again
 
@@ -219,6 +221,52 @@ def test_counts_that_fail_half_way_are_no_ones(with_graphs, monkeypatch):
 @pytest.mark.parametrize("bad_calls", [{1}, {2}, {1, 3}, {2, 4}, {3, 5}], ids=str)
 def test_outputs_outlive_interrupted_waits(bad_calls, monkeypatch):
     """Two waits that are interrupted leave two steps under way: both report."""
+    interrupt_waits(monkeypatch, bad_calls)
+    requests = [
+        ([5 + i], SamplingParams(max_tokens=2 + i, temperature=0.0, ignore_eos=True))
+        for i in range(3)
+    ]
+    engine = make_engine(LLAMA, Again(), overlap=True)
+    tokens = run(engine, requests, KeyboardInterrupt, num_errors=len(bad_calls))
+    assert {name: len(ids) for name, ids in tokens.items()} == {"0": 2, "1": 3, "2": 4}
+
+
+class Interrupted(Again):
+    """One replay is interrupted as it begins, or as it returns; each replay and call is counted."""
+
+    def __init__(self, number: int, has_run: bool) -> None:
+        super().__init__()
+        self.number, self.has_run, self.asked = number, has_run, 0
+
+    def __call__(self, body):
+        inner, result = super().__call__(body)
+
+        class Graph:
+            def replay(graph) -> None:
+                self.asked += 1
+                if self.asked != self.number:
+                    inner.replay()
+                    return
+                if self.has_run:
+                    inner.replay()
+                raise KeyboardInterrupt
+
+        return Graph(), result
+
+
+@pytest.mark.parametrize("has_run", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("number", range(1, 8))
+def test_a_replay_that_is_interrupted_can_be_repeated(number, has_run):
+    """The host can not tell whether it ran: an interrupt is raised when a call returns."""
+    plain = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    penalized = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, **PENALIZED)
+    requests = [([5, 6, 7], plain), ([8, 9], penalized), ([10], plain)]
+    expected = run(make_engine(LLAMA), requests)
+    engine = make_engine(LLAMA, Interrupted(number, has_run), overlap=True)
+    assert run(engine, requests, KeyboardInterrupt, num_errors=1) == expected
+
+
+def interrupt_waits(monkeypatch, bad_calls: set[int]) -> None:
     wait, calls = runner._Fetched.wait, [0]
 
     def interrupted(self):
@@ -228,13 +276,91 @@ def test_outputs_outlive_interrupted_waits(bad_calls, monkeypatch):
         return wait(self)
 
     monkeypatch.setattr(runner._Fetched, "wait", interrupted)
-    requests = [
-        ([5 + i], SamplingParams(max_tokens=2 + i, temperature=0.0, ignore_eos=True))
-        for i in range(3)
-    ]
+
+
+def steps(engine: Engine):
+    """Every output, until nothing is left to do; interrupted steps are repeated."""
+    while engine.has_unfinished():
+        try:
+            yield from engine.step()
+        except KeyboardInterrupt:
+            continue
+
+
+def test_what_an_interrupted_wait_leaves_is_delivered(monkeypatch):
+    """Even where the request's end was found in the interrupted step."""
+    params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    stop = run(make_engine(LLAMA), [([5, 6, 7], params)])["0"][3]
+    stopping = SamplingParams(max_tokens=20, temperature=0.0, stop_token_ids=[stop])
+    num_left = 0
+    for first in range(1, 6):
+        engine = make_engine(LLAMA, Again(), overlap=True)
+        with monkeypatch.context() as patch:
+            interrupt_waits(patch, {first, first + 2})
+            engine.add_request("a", [5, 6, 7], stopping)
+            outputs = []
+            while engine.has_unfinished():
+                try:
+                    outputs += engine.step()
+                except KeyboardInterrupt:
+                    if not engine._requests:
+                        num_left += 1
+                        with pytest.raises(RequestError, match="in use"):
+                            engine.add_request("a", [8], stopping)
+        assert [output.finish_reason for output in outputs if output.finished] == ["stop"]
+    assert num_left > 0
+
+
+def test_an_abort_leaves_nothing_behind(monkeypatch):
+    params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    for first in (1, 2, 3):
+        engine = make_engine(LLAMA, Again(), overlap=True)
+        engine.add_request("a", [5, 6, 7], params)
+        with monkeypatch.context() as patch:
+            interrupt_waits(patch, {first, first + 2})
+            for _ in range(6):
+                with contextlib.suppress(KeyboardInterrupt):
+                    engine.step()
+                if engine._undelivered:
+                    break
+        assert engine._undelivered
+        assert engine.abort("a").finished
+        engine.add_request("a", [50, 51], params)
+        assert all(output.prompt_token_ids == [50, 51] for output in steps(engine))
+
+
+@pytest.mark.parametrize("with_graphs", [False, True], ids=["eager", "graphs"])
+def test_a_scored_prompt_whose_wait_is_interrupted_holds_its_promises(with_graphs, monkeypatch):
+    engine = make_engine(LLAMA, Again() if with_graphs else None)
+    engine.add_request("a", [5, 6, 7], SamplingParams(max_tokens=0))
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.Launch, "wait", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    engine.check()
+    assert [output.finish_reason for output in engine.step()] == ["length"]
+
+
+def test_waiting_is_told_from_work_in_interrupted_steps_too(monkeypatch):
     engine = make_engine(LLAMA, Again(), overlap=True)
-    tokens = run(engine, requests, KeyboardInterrupt, num_errors=len(bad_calls))
-    assert {name: len(ids) for name, ids in tokens.items()} == {"0": 2, "1": 3, "2": 4}
+    scored = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=1)
+    engine.add_request("plain", [5], SamplingParams(max_tokens=4, ignore_eos=True))
+    engine.add_request("scored", [6], scored)
+    clock = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    calls = [0]
+
+    def wait(self):
+        clock[0] += 1.0
+        calls[0] += 1
+        if calls[0] == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner._Fetched, "wait", wait)
+    list(steps(engine))
+    stats = engine.stats()
+    assert stats.wait_seconds == stats.step_seconds == calls[0] > 3
+    assert stats.host_seconds == 0.0
 
 
 def test_a_capture_that_fails_changes_no_token():

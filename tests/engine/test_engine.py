@@ -488,7 +488,7 @@ def test_an_exception_in_a_step_changes_nothing(make_engine, run_all, reference)
         ([1] * 60, {"max_tokens": 6}, "need 17 pages of 4 tokens: the cache has 16"),
         ([1] * 60, {"max_tokens": None, "min_tokens": 6}, "leaves no room for 6 more"),
         ([1], {"stop_token_ids": [260]}, r"stop_token_ids\[0\] = 260"),
-        ([1], {"logit_bias": {260: 1.0}}, r"logit_bias\[0\] = 260"),
+        ([1], {"logit_bias": {260: 1.0}}, r"logit_bias\[260\]: not a token"),
         ([1], {"logprobs": 261}, "logprobs = 261 is more than the 260 tokens"),
         ([1], {"stop": "x"}, "needs an engine with a tokenizer"),
         ([10**5000], {}, r"\[0\] = <int that can not be printed>"),

@@ -111,6 +111,20 @@ def test_seeds_give_the_same_text_whatever_runs():
     assert together == alone
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("options", [{}, {"enforce_eager": True}], ids=["graphs", "eager"])
+def test_another_device_than_the_current_one(options):
+    prompts, _ = requests_of(4, 16)
+    params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=40) for i in range(16)]
+    tokens = []
+    for device in ("cuda:0", "cuda:1"):
+        llm = make_llm(QWEN3, device=device, **options)
+        llm.engine.warm_up()
+        tokens.append([o.token_ids for o in llm.generate(prompts, params, progress=False)])
+        assert torch.cuda.current_device() == 0
+    assert tokens[0] == tokens[1]
+
+
 def test_every_kind_of_sampling_beside_plain_ones():
     llm = make_llm(LLAMA)
     prompts, _ = requests_of(3, 12)

@@ -120,6 +120,12 @@ def test_chat_takes_only_chats(make_llm):
             make_llm().chat(messages, GREEDY)
 
 
+def test_it_says_what_it_is(make_llm):
+    shown = repr(make_llm(num_blocks=37))
+    assert shown.startswith("LLM('fake', dtype='float32', device='cpu', max_model_len=")
+    assert "num_blocks=37, block_size=4" in shown
+
+
 def test_a_model_without_tokenizer_takes_ids(make_llm):
     llm = make_llm(with_tokenizer=False)
     assert llm.generate([1, 2], GREEDY)[0].text == ""

@@ -134,12 +134,13 @@ def cuda_capture() -> Capture:
     """Makes CUDA graphs of functions; with each, the tensor that a replay leaves its result in.
 
     The function runs once before, so that every kernel is compiled and loaded. The graphs share
-    one pool of memory: no two of them run at a time.
+    one pool of memory: no two of them run at a time. And one stream: what torch frees on a stream
+    it gives again to that stream only, cuBLAS's workspace included.
     """
     pool = torch.cuda.graph_pool_handle()
+    stream = torch.cuda.Stream()
 
     def capture(body: Callable[[], Tensor]) -> tuple[Graph, Tensor]:
-        stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
@@ -163,6 +164,7 @@ class Inputs:
     penalties), top_k, last (the row's token). Per token:
     source (row of the last step's chosen tokens that it is, -1: `token_ids`), token_ids, positions,
     slots. Per decode: cache_seqlens, block_table. Per chunk: cu_seqlens_q and _k, chunk_table.
+    number: the step's own.
     """
 
     uniform: Any
@@ -184,6 +186,7 @@ class Inputs:
     cu_seqlens_q: Any
     cu_seqlens_k: Any
     chunk_table: Any
+    number: Any
 
     @property
     def sampling(self) -> tuple[Any, ...]:
@@ -208,6 +211,7 @@ class Inputs:
             ends,
             ends,
             shape.chunks * table_width,
+            1,
         ]
 
     @classmethod
@@ -265,6 +269,8 @@ class StepGraphs:
         self._ladder = ladder
         self._sampled = sampled
         self._before = torch.zeros_like(sampled)
+        self._number = 0
+        self._last_run = torch.zeros(1, dtype=torch.int32, device=sampled.device)
         self._capture = capture
         self._table_width = min(config.num_pages(config.max_model_len), config.num_blocks)
         self._graphs: dict[tuple[Shape, bool], _StepGraph] = {}
@@ -306,9 +312,11 @@ class StepGraphs:
         fill(inputs, decodes, chunks, sampling, self._kv_cache.block_size)
         if penalties is not None:
             _fill_rows(inputs, inputs.penalties, penalties, len(decodes))
+        self._number = inputs.number[0] = (self._number + 1) % 2**31
+        # Known before it runs: an interrupt may be raised when it does, or just before.
+        self._last = step
         step.target.copy_(step.sources[self._turn], non_blocking=True)
         step.graph.replay()
-        self._last = step
         return step.hidden
 
     def capture_usual(self) -> None:
@@ -352,17 +360,19 @@ class StepGraphs:
 
     def undo(self) -> None:
         """Give `sampled` and the counts back what they held before the last call of `replay`, if
-        that came to replay anything: so that it can be repeated."""
+        that came to replay anything, as the device alone knows: so that it can be repeated."""
         if self._last is None:
             return
+        has_run = self._last_run == self._number
         if self._last.counts is not None:
-            rows = self._last.counts_row
+            rows = torch.where(has_run, self._last.counts_row, 0)
             count_tokens(self._last.counts, rows, self._sampled[: len(rows)], times=-1)
-        self._sampled.copy_(self._before)
+        self._sampled.copy_(torch.where(has_run, self._before, self._sampled))
         self._last = None
 
     def _step(self, shape: Shape, x: Inputs, counts: Tensor | None) -> Tensor:
         self._before.copy_(self._sampled)
+        self._last_run.copy_(x.number)
         # A row without a token (-1) ends its sequence; the host does not know it yet.
         earlier = self._sampled[x.source.clamp(min=0)].clamp(min=0)
         input_ids = torch.where(x.source >= 0, earlier, x.token_ids.long())
@@ -429,11 +439,10 @@ def _fill_tables(table: np.ndarray, chunks: list[Chunk]) -> None:
     table[:] = -1
     if not chunks:
         return
-    lengths = np.array([len(chunk.sequence.block_ids) for chunk in chunks])
-    block_ids: list[int] = []
-    for chunk in chunks:
-        block_ids += chunk.sequence.block_ids
+    of_each = [chunk.sequence.block_ids for chunk in chunks]
+    lengths = np.array([len(block_ids) for block_ids in of_each])
     # All rows at once: one by one they would take a third of the time of filling a step.
+    block_ids = np.frombuffer(b"".join(of_each), np.int32)
     table[: len(chunks)][np.arange(table.shape[1]) < lengths[:, None]] = block_ids
 
 

@@ -29,14 +29,14 @@ from flashpage.engine.detokenizer import Decoder
 from flashpage.engine.memory import allocate_kv_cache
 from flashpage.engine.outputs import EngineStats, FinishReason, RequestOutput
 from flashpage.engine.postprocess import append_token, flush_text, logprob_dict
-from flashpage.engine.request import Request, Sequence, mix_seed
-from flashpage.engine.runner import ChunkResult, Launch, Runner
+from flashpage.engine.request import Request, Sequence
+from flashpage.engine.runner import Launch, Note, Runner, StepResult
 from flashpage.engine.sampling_params import SamplingParams
-from flashpage.engine.scheduler import Scheduler
+from flashpage.engine.scheduler import Chunk, Scheduler
+from flashpage.engine.seeds import mix_seed
 from flashpage.engine.stats_log import StatsLog
 from flashpage.engine.values import show
 from flashpage.errors import RequestError
-from flashpage.layers.sampler import TokenLogprobs
 
 
 class Engine:
@@ -70,11 +70,8 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._num_requests = 0
         self._num_generated = 0
-        self._num_computed = 0
-        self._num_prompt_computed = 0
         self._num_steps = 0
         self._step_seconds = 0.0
-        self._wait_seconds = 0.0
         self._stats_log = None if config.log_stats is None else StatsLog(config.log_stats)
 
     def add_request(
@@ -102,7 +99,7 @@ class Engine:
         """
         if not isinstance(request_id, str):
             raise RequestError(f"request_id = {show(request_id)} must be a string")
-        if request_id in self._requests:
+        if request_id in self._requests or self._is_undelivered(request_id):
             raise RequestError(f"request_id = {request_id!r} is in use by an unfinished request")
         params = SamplingParams() if sampling_params is None else sampling_params
         token_ids, max_tokens = self.check_request(prompt_token_ids, params)
@@ -140,7 +137,12 @@ class Engine:
         if not token_ids:
             raise RequestError("the prompt is empty: it needs at least one token")
         self._check_token_ids("stop_token_ids", params.stop_token_ids)
-        self._check_token_ids("logit_bias", list(params.logit_bias))
+        for token_id in params.logit_bias:
+            if token_id >= self.vocab_size:
+                raise RequestError(
+                    f"logit_bias[{show(token_id)}]: not a token of the vocabulary (an integer from "
+                    f"0 to {self.vocab_size - 1})"
+                )
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(params, name)
             if count is not None and count > self.vocab_size:
@@ -162,6 +164,7 @@ class Engine:
         for sequence in request.sequences:
             if not sequence.is_finished:
                 self._finish_early(sequence, "abort")
+        self._undelivered = [x for x in self._undelivered if x.request_id != request_id]
         return request.report()
 
     def step(self) -> list[RequestOutput]:
@@ -170,18 +173,10 @@ class Engine:
         With `overlap` they come from the step before: the first one returns nothing.
         """
         began = time.perf_counter()
-        overlap = self.config.overlap
-        launched = False
-        if not self._in_flight or (overlap and len(self._in_flight) == 1 and self._may_go_ahead()):
-            launched = self._launch()
-        num_running_on = 1 if overlap and launched else 0
-        while len(self._in_flight) > num_running_on:
-            waited = time.perf_counter()
-            results = self._in_flight[0].wait()
-            self._wait_seconds += time.perf_counter() - waited
-            self._in_flight.popleft()
-            self._undelivered += self._postprocess(results)
-        self._step_seconds += time.perf_counter() - began
+        try:
+            self._step()
+        finally:
+            self._step_seconds += time.perf_counter() - began
         if self._stats_log is not None and self._stats_log.is_due(self._step_seconds):
             self._stats_log.write(self.stats())
         outputs, self._undelivered = self._undelivered, []
@@ -198,8 +193,8 @@ class Engine:
             self._scheduler.prefix_cache.clear()
 
     def has_unfinished(self) -> bool:
-        """Whether a step would do something."""
-        return bool(self._requests)
+        """Whether a step would do something, or return what an interrupted one has left."""
+        return bool(self._requests or self._undelivered)
 
     def stats(self) -> EngineStats:
         """What the engine holds and has done so far, to be read as often as one likes."""
@@ -214,11 +209,11 @@ class Engine:
             preemptions=scheduler.num_preemptions,
             preempted_tokens=scheduler.num_preempted_tokens,
             tokens_generated=self._num_generated,
-            prompt_tokens_computed=self._num_prompt_computed,
-            tokens_computed=self._num_computed,
+            prompt_tokens_computed=scheduler.num_computed_prompt_tokens,
+            tokens_computed=scheduler.num_computed_tokens,
             steps=self._num_steps,
-            host_seconds=self._step_seconds - self._wait_seconds,
-            wait_seconds=self._wait_seconds,
+            host_seconds=self._step_seconds - self._runner.wait_seconds,
+            wait_seconds=self._runner.wait_seconds,
         )
 
     def check(self) -> None:
@@ -242,6 +237,20 @@ class Engine:
             for s in self._scheduler.running
         )
 
+    def _step(self) -> None:
+        overlap = self.config.overlap
+        launched = False
+        if not self._in_flight or (overlap and len(self._in_flight) == 1 and self._may_go_ahead()):
+            launched = self._launch()
+        num_running_on = 1 if overlap and launched else 0
+        while len(self._in_flight) > num_running_on:
+            result = self._runner.wait(self._in_flight[0])
+            self._in_flight.popleft()
+            self._undelivered += self._postprocess(result)
+
+    def _is_undelivered(self, request_id: str) -> bool:
+        return any(output.request_id == request_id for output in self._undelivered)
+
     def _launch(self) -> bool:
         """Schedule and launch a step; False if there is nothing to compute."""
         chunks = self._scheduler.schedule()
@@ -251,28 +260,24 @@ class Engine:
         self._in_flight.append(launch)
         self._num_steps += 1
         self._scheduler.launched(chunks)
-        for sequence, start, end, _, _ in chunks:
-            self._num_computed += end - start
-            if start < sequence.num_prompt_tokens:
-                self._num_prompt_computed += min(end, sequence.num_prompt_tokens) - start
         for row, sequence in zip(launch.rows, launch.sampling, strict=True):
             sequence.num_pending += 1
             sequence.pending_row = row
         return True
 
-    def _postprocess(self, results: list[ChunkResult]) -> list[RequestOutput]:
+    def _postprocess(self, result: StepResult) -> list[RequestOutput]:
         reported: dict[str, Request] = {}
         finished: set[str] = set()
         commit = self._scheduler.commit
-        for result in results:
-            chunk = result.chunk
+        notes = result.notes
+        for i, (chunk, token_id) in enumerate(zip(result.chunks, result.token_ids, strict=True)):
             sequence = chunk.sequence
-            if result.is_sampled:
+            if token_id is not None:
                 sequence.num_pending -= 1
             if sequence.finish_reason is not None:
                 continue  # it ended while this step ran
             commit(chunk)
-            self._advance(sequence, result)
+            self._advance(chunk, token_id, notes.get(i))
             request = sequence.request
             has_ended = sequence.finish_reason is not None
             if has_ended and request.is_finished:
@@ -284,39 +289,39 @@ class Engine:
             del self._requests[request_id]
         return [request.report() for request in reported.values()]
 
-    def _advance(self, sequence: Sequence, result: ChunkResult) -> None:
-        request = sequence.request
-        error = result.error
+    def _advance(self, chunk: Chunk, token_id: int | None, note: Note | None) -> None:
+        sequence = chunk.sequence
+        error = None if note is None else note.error
         try:
-            if request.prompt_logprobs is not None:
-                request.prompt_logprobs += [
-                    logprob_dict(row, self.tokenizer) for row in result.prompt_logprobs
-                ]
-            if error is None and result.token_id is not None:
-                self._append_token(sequence, result.token_id, result.logprobs)
+            if note is not None:
+                self._take_note(sequence, note)
+            if error is None and token_id is not None:
+                if sequence.request.first_token_time is None:
+                    sequence.request.first_token_time = time.perf_counter()
+                self._num_generated += 1
+                append_token(sequence, token_id, self.eos_token_ids)
         except Exception as raised:  # whatever a tokenizer raises when it decodes
             error = error or f"the tokenizer can not decode its tokens: {show(raised)}"
         if error is not None:
             self._fail(sequence, error)
             return
-        if result.token_id is None and result.chunk.is_last:
-            sequence.finish_reason = "length"
-        if result.chunk.is_last and request.siblings_waiting:
-            self._scheduler.add_first(request.siblings_waiting)
-            request.siblings_waiting = []
+        if chunk.is_last:
+            if token_id is None:
+                sequence.finish_reason = "length"
+            siblings = sequence.request.siblings_waiting
+            if siblings:
+                self._scheduler.add_first(siblings)
+                sequence.request.siblings_waiting = []
         if sequence.finish_reason is not None:
             self._finish(sequence, sequence.finish_reason)
 
-    def _append_token(
-        self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None
-    ) -> None:
-        entry = None if logprobs is None else logprob_dict(logprobs, self.tokenizer)
-        if sequence.request.first_token_time is None:
-            sequence.request.first_token_time = time.perf_counter()
-        self._num_generated += 1
-        if entry is not None:
-            sequence.logprobs.append(entry)
-        append_token(sequence, token_id, self.eos_token_ids)
+    def _take_note(self, sequence: Sequence, note: Note) -> None:
+        if sequence.request.prompt_logprobs is not None:
+            sequence.request.prompt_logprobs += [
+                logprob_dict(row, self.tokenizer) for row in note.prompt_logprobs
+            ]
+        if note.error is None and note.logprobs is not None:
+            sequence.logprobs.append(logprob_dict(note.logprobs, self.tokenizer))
 
     def _fail(self, sequence: Sequence, error: str) -> None:
         """End a sequence, and siblings that would compute the same prompt, with an error."""

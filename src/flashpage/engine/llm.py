@@ -171,6 +171,14 @@ class LLM:
             loaded.model.rotary.tabulate(config.max_model_len, loaded.model.dtype)
         self._ids = count()
 
+    def __repr__(self) -> str:
+        config = self.engine.config
+        return (
+            f"LLM({self.name!r}, dtype={str(config.dtype).removeprefix('torch.')!r}, "
+            f"device={str(config.device)!r}, max_model_len={config.max_model_len}, "
+            f"num_blocks={config.num_blocks}, block_size={config.block_size})"
+        )
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],

@@ -146,7 +146,7 @@ class EngineStats:
         prefix_lookup_tokens: tokens of sequences that looked for cached pages when they were
             admitted, again after each preemption; 0 without prefix caching.
         prefix_hit_tokens: those of them that were found.
-        preempted_tokens: computed tokens that preemption threw away.
+        preempted_tokens: tokens, computed or found, whose pages preemption took away.
         prompt_tokens_computed: tokens of prompts that steps computed, again after a preemption.
         tokens_computed: all tokens that steps computed, generated ones included.
         steps: batches that were launched.

@@ -1,18 +1,40 @@
-"""What plain sampling (temperature and min_p alone) needs of each sequence, as arrays."""
+"""What the device is told of sampling: packed once for each sequence, gathered in every step."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence as SequenceOf
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flashpage.engine.request import MASK_64, Sequence
+from flashpage.engine.sampling_params import SamplingParams
+from flashpage.engine.seeds import MASK_64, mix_seeds, uniform
+
+if TYPE_CHECKING:
+    from flashpage.engine.request import Sequence
+
+MAX_TOP_K = 2**31 - 1
+"""What an int32 holds; no vocabulary is larger."""
+
+_Wishes = np.dtype(
+    [
+        ("seed", np.uint64),
+        ("num_prompt_tokens", np.int64),
+        *(
+            (name, np.float32)
+            for name in ("temperature", "min_p", "top_p", "repetition", "presence", "frequency")
+        ),
+        ("top_k", np.int32),
+    ],
+    align=True,
+)
 
 
 class PlainSampling(NamedTuple):
-    """One entry per sequence; `uniform` is the random number of its next draw, in [0, 1)."""
+    """One entry per sequence: float32, float32, float64, int32 and float32; `uniform` is the random
+    number of its next draw, in [0, 1)."""
 
     temperature: np.ndarray
     min_p: np.ndarray
@@ -20,59 +42,63 @@ class PlainSampling(NamedTuple):
     top_k: np.ndarray
     top_p: np.ndarray
 
-    def tensors(self, device: torch.device) -> list[Tensor]:
-        """float32, float32, float64, int32 and float32, on the device."""
-        return [torch.from_numpy(x).to(device) for x in self]
-
 
 class Penalties(NamedTuple):
-    """One entry per sequence; row 0 of the table of counts: without."""
+    """One entry per sequence: int32 and three times float32; row 0 of the table of counts: none."""
 
     rows: np.ndarray
     repetition: np.ndarray
     presence: np.ndarray
     frequency: np.ndarray
 
-    def tensors(self, device: torch.device) -> list[Tensor]:
-        """int32 and three times float32, on the device."""
-        return [torch.from_numpy(x).to(device) for x in self]
+
+def pack_wishes(params: SamplingParams, seed: int, num_prompt_tokens: int) -> bytes:
+    """What never changes of a sequence's sampling: to join is the fastest way to an array."""
+    wishes = np.zeros(1, _Wishes)
+    wishes["seed"] = seed & MASK_64
+    wishes["num_prompt_tokens"] = num_prompt_tokens
+    wishes["temperature"] = 0.0 if params.is_greedy else params.temperature
+    wishes["min_p"] = params.min_p
+    # What float32 can not hold would be 0, which leaves no token.
+    wishes["top_p"] = max(params.top_p, np.finfo(np.float32).tiny)
+    wishes["top_k"] = min(max(params.top_k, 0), MAX_TOP_K)
+    wishes["repetition"] = params.repetition_penalty
+    wishes["presence"] = params.presence_penalty
+    wishes["frequency"] = params.frequency_penalty
+    return wishes.tobytes()
 
 
-def penalties_of(sequences: list[Sequence], rows: list[int]) -> Penalties:
+def plain_sampling(sequences: SequenceOf[Sequence], ends: SequenceOf[int]) -> PlainSampling:
+    """For the tokens at the places `ends` of the sequences.
+
+    The random numbers are those that `mix_seed` gives one by one, so that no batch changes a draw.
+    """
+    wishes = _gather(sequences)
+    draws = np.array(ends, np.int64) - wishes["num_prompt_tokens"]
+    return PlainSampling(
+        wishes["temperature"],
+        wishes["min_p"],
+        uniform(mix_seeds(wishes["seed"], draws.astype(np.uint64))),
+        wishes["top_k"],
+        wishes["top_p"],
+    )
+
+
+def penalties_of(sequences: SequenceOf[Sequence], rows: list[int]) -> Penalties:
     """What they ask for, and their rows of the table."""
-    params = [sequence.params for sequence in sequences]
+    wishes = _gather(sequences)
     return Penalties(
         np.array(rows, np.int32),
-        np.array([p.repetition_penalty for p in params], np.float32),
-        np.array([p.presence_penalty for p in params], np.float32),
-        np.array([p.frequency_penalty for p in params], np.float32),
+        wishes["repetition"],
+        wishes["presence"],
+        wishes["frequency"],
     )
 
 
-def plain_sampling(sequences: list[Sequence]) -> PlainSampling:
-    """The same random numbers as `mix_seed` gives one by one, so that no batch changes a draw."""
-    count = len(sequences)
-    seeds = np.fromiter((s.seed & MASK_64 for s in sequences), np.uint64, count)
-    # `num_chosen_tokens`, without a call for each
-    draws = np.array(
-        [len(s.token_ids) - s.num_prompt_tokens + s.num_pending for s in sequences], np.uint64
-    )
-    wishes = np.array([s.plain_wishes for s in sequences], np.float64).reshape(count, 4)
-    temperature, min_p, top_k, top_p = wishes.T
-    return PlainSampling(
-        temperature.astype(np.float32),
-        min_p.astype(np.float32),
-        (mix_seeds(seeds, draws) >> np.uint64(11)) / float(1 << 53),
-        top_k.astype(np.int32),
-        # What float32 can not hold would be 0, which leaves no token.
-        np.maximum(top_p.astype(np.float32), np.finfo(np.float32).tiny),
-    )
+def to_device(columns: PlainSampling | Penalties, device: torch.device) -> list[Tensor]:
+    """Each column as a tensor."""
+    return [torch.from_numpy(column.copy()).to(device) for column in columns]
 
 
-def mix_seeds(seeds: np.ndarray, indexes: np.ndarray) -> np.ndarray:
-    """`mix_seed` of every pair, both uint64."""
-    with np.errstate(over="ignore"):
-        z = seeds + (indexes + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+def _gather(sequences: SequenceOf[Sequence]) -> np.ndarray:
+    return np.frombuffer(b"".join([sequence.wishes for sequence in sequences]), _Wishes)

@@ -18,17 +18,18 @@ def append_token(sequence: Sequence, token_id: int, eos_token_ids: frozenset[int
     Whatever the tokenizer raises passes through; the token is counted then, its text lacking.
     """
     params = sequence.params
-    sequence.token_ids.append(token_id)
-    if sequence.request.looks_back:
+    token_ids = sequence.token_ids
+    token_ids.append(token_id)
+    if sequence.looks_back:
         sequence.output_counts[token_id] = sequence.output_counts.get(token_id, 0) + 1
-    num_output_tokens = len(sequence.token_ids) - sequence.num_prompt_tokens
-    may_stop = num_output_tokens > params.min_tokens
+    num_output_tokens = len(token_ids) - sequence.num_prompt_tokens
+    may_stop = num_output_tokens > sequence.min_tokens
     is_eos = not params.ignore_eos and token_id in eos_token_ids
     is_stop_token = token_id in params.stop_token_ids
     if may_stop and (is_eos or is_stop_token):
         sequence.finish_reason = "stop"
         sequence.stop_reason = token_id if is_stop_token else None
-    elif num_output_tokens >= sequence.request.max_tokens:
+    elif num_output_tokens >= sequence.max_tokens:
         sequence.finish_reason = "length"
     if sequence.detokenizer is None:
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,19 +17,9 @@ from flashpage.engine.outputs import (
     RequestOutput,
     TokenLogprobDict,
 )
+from flashpage.engine.plain_sampling import pack_wishes
 from flashpage.engine.sampling_params import SamplingParams
-
-MASK_64 = (1 << 64) - 1
-MAX_TOP_K = 2**31 - 1
-"""What an int32 holds; no vocabulary is larger."""
-
-
-def mix_seed(seed: int, index: int) -> int:
-    """A 64-bit number that looks random, from two numbers (splitmix64's output function)."""
-    z = (seed + (index + 1) * 0x9E3779B97F4A7C15) & MASK_64
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK_64
-    return z ^ (z >> 31)
+from flashpage.engine.seeds import mix_seed
 
 
 @dataclass(eq=False)
@@ -52,7 +43,7 @@ class Sequence:
     num_pending: int = 0  # tokens chosen by steps that have not been waited for
     pending_row: int = -1  # where the last of these steps leaves its token
     generation: int = 0  # how often its pages were given back
-    block_ids: list[int] = field(default_factory=list)
+    block_ids: array[int] = field(default_factory=lambda: array("i"))
     num_hit_blocks: int = 0  # the first blocks, whose content others computed
     cache_chain: list[PrefixNode] = field(default_factory=list)  # nodes of the first blocks
 
@@ -72,15 +63,15 @@ class Sequence:
         # Asked for many times in a step, and never changed.
         self.params: SamplingParams = self.request.params
         self.is_plain: bool = self.request.is_plain
-        self.generates: bool = self.request.max_tokens > 0
+        self.looks_back: bool = self.request.looks_back
+        self.max_tokens: int = self.request.max_tokens
         self.min_tokens: int = self.params.min_tokens
-        self.is_penalized: bool = self.is_plain and self.request.looks_back
-        self.waits_for_tokens: bool = not self.is_plain and self.request.looks_back
+        self.generates: bool = self.max_tokens > 0
+        self.is_penalized: bool = self.is_plain and self.looks_back
+        self.waits_for_tokens: bool = not self.is_plain and self.looks_back
         self.num_prompt_tokens: int = self.request.num_prompt_tokens
         self.scores_prompt: bool = self.params.prompt_logprobs is not None
-        self.temperature: float = 0.0 if self.params.is_greedy else self.params.temperature
-        top_k = min(max(self.params.top_k, 0), MAX_TOP_K)
-        self.plain_wishes = (self.temperature, self.params.min_p, top_k, self.params.top_p)
+        self.wishes = pack_wishes(self.params, self.seed, self.num_prompt_tokens)
 
     @property
     def num_tokens(self) -> int:
@@ -106,7 +97,7 @@ class Sequence:
     def may_go_on(self) -> bool:
         """Whether a token may follow the pending one, if there is one."""
         num_chosen = len(self.token_ids) - self.num_prompt_tokens + self.num_pending
-        return num_chosen < self.request.max_tokens
+        return num_chosen < self.max_tokens
 
     @property
     def is_finished(self) -> bool:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, compress
 from operator import attrgetter
@@ -12,13 +15,14 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from flashpage.attention.triton.runtime import can_compile_ahead, compiling_ahead
+from flashpage.attention.triton.runtime import can_compile_ahead, compiling_ahead, on_device
 from flashpage.cache.kv_cache import KVCache
 from flashpage.engine.config import EngineConfig
 from flashpage.engine.cuda_graph import Capture, Ladder, Shape, StepGraphs, cuda_capture
-from flashpage.engine.plain_sampling import Penalties, penalties_of, plain_sampling
-from flashpage.engine.request import Sequence, mix_seed
+from flashpage.engine.plain_sampling import Penalties, penalties_of, plain_sampling, to_device
+from flashpage.engine.request import Sequence
 from flashpage.engine.scheduler import Chunk
+from flashpage.engine.seeds import mix_seed
 from flashpage.engine.token_counts import TokenCounts
 from flashpage.layers.attention import (
     SequenceSlice,
@@ -39,33 +43,49 @@ from flashpage.layers.sampler import (
 # Scoring a prompt needs a row of logits per token; a long chunk's are made this many at a time.
 SCORED_ROWS = 64
 
+_is_penalized = attrgetter("is_penalized")
 
-class ChunkResult(NamedTuple):
-    """What computing a chunk has shown.
 
-    is_sampled: the chunk reached the end of the known tokens, and a next one was to be chosen.
-    token_id, logprobs: that token, and what was asked about it; None where there is none.
+class Note(NamedTuple):
+    """What a chunk has shown beside a token.
+
+    logprobs: what was asked about the token.
     prompt_logprobs: for the prompt tokens that were owed and whose logits this chunk has made.
     error: why the sequence can not go on.
     """
 
-    chunk: Chunk
-    is_sampled: bool
-    token_id: int | None
-    logprobs: TokenLogprobs | None
-    prompt_logprobs: SequenceOf[TokenLogprobs]
-    error: str | None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: SequenceOf[TokenLogprobs] = ()
+    error: str | None = None
 
 
-Row = tuple[int, TokenLogprobs | None, str | None]
-"""what a `SampledRow` holds; plain, as there is one for each token"""
+class Choice(NamedTuple):
+    """The tokens of a step, one per sequence that samples; by index, what few have beside it."""
+
+    token_ids: list[int]
+    notes: dict[int, Note]
 
 
 class Sampled(Protocol):
     """The tokens of a step, some time after it was launched."""
 
-    def wait(self) -> SequenceOf[Row]:
-        """One row per sequence that samples."""
+    def wait(self) -> None:
+        """Return when they are there."""
+
+    def choice(self) -> Choice:
+        """What they are, after `wait`."""
+
+
+class StepResult(NamedTuple):
+    """What computing the chunks has shown, in columns, as there is a token of each of hundreds.
+
+    token_ids: of each chunk the token after it; None where none was to be chosen, -1 with an error.
+    notes: by index of the chunk, for the few that have one.
+    """
+
+    chunks: list[Chunk]
+    token_ids: SequenceOf[int | None]
+    notes: dict[int, Note]
 
 
 @dataclass(frozen=True)
@@ -73,7 +93,6 @@ class Launch:
     """A step that the device computes; `wait` for what it shows."""
 
     chunks: list[Chunk]
-    scores: list[tuple[list[TokenLogprobs], str | None]]
     samples: list[bool]
     """whether the token after each chunk is chosen"""
     sampling: list[Sequence]
@@ -81,20 +100,28 @@ class Launch:
     rows: list[int]
     """where the device keeps each one's token"""
     sampled: Sampled
+    scores: dict[int, Note]
+    """by index of the chunk, what is known before: of prompts that are scored"""
 
-    def wait(self) -> list[ChunkResult]:
-        rows = iter(self.sampled.wait())
-        results = []
-        for chunk, (scores, error), is_sampled in zip(
-            self.chunks, self.scores, self.samples, strict=True
-        ):
-            token_id = logprobs = None
-            if is_sampled:
-                token_id, logprobs, failed = next(rows)
-                if failed is not None:
-                    token_id, logprobs, error = None, None, failed
-            results.append(ChunkResult(chunk, is_sampled, token_id, logprobs, scores, error))
-        return results
+    def wait(self) -> None:
+        """Return when the device is done."""
+        self.sampled.wait()
+
+    def result(self) -> StepResult:
+        """What it has shown, after `wait`."""
+        choice = self.sampled.choice()
+        token_ids: SequenceOf[int | None] = choice.token_ids
+        places: SequenceOf[int] = range(len(self.chunks))
+        if len(self.sampling) < len(self.chunks):
+            places = list(compress(places, self.samples))
+            by_place = dict(zip(places, choice.token_ids, strict=True))
+            token_ids = [by_place.get(i) for i in range(len(self.chunks))]
+        notes = dict(self.scores)
+        for i, note in choice.notes.items():
+            scores = notes.get(places[i], Note())
+            error = note.error or scores.error
+            notes[places[i]] = Note(note.logprobs, scores.prompt_logprobs, error)
+        return StepResult(self.chunks, token_ids, notes)
 
 
 def samples(chunks: list[Chunk]) -> list[bool]:
@@ -124,6 +151,8 @@ class Runner:
         self._device = torch.device(config.device)
         self._eos_token_ids = eos_token_ids
         self._ladder = Ladder(config)
+        self.wait_seconds = 0.0
+        """spent until the device was ready, in all calls"""
         self._counts: TokenCounts | None = None  # when the first penalty is asked for
         # The tokens of the last step, which the next one may start from before the host knows them.
         self._sampled = torch.zeros(self._ladder.max_rows, dtype=torch.int64, device=self._device)
@@ -134,7 +163,8 @@ class Runner:
                 buffer = torch.empty(len(self._sampled), dtype=torch.int64, pin_memory=True)
                 self._fetched.append((buffer, torch.cuda.Event()))
         if capture is None and self._device.type == "cuda" and not config.enforce_eager:
-            capture = cuda_capture()
+            with on_device(self._device):
+                capture = cuda_capture()
         self._graphs = (
             StepGraphs(model, kv_cache, config, self._ladder, self._sampled, capture)
             if capture
@@ -148,6 +178,10 @@ class Runner:
         On a CPU they are computed when this returns. Keeps nothing but the cache's content and the
         last step's tokens on the device.
         """
+        with on_device(self._device):
+            return self._launch(chunks)
+
+    def _launch(self, chunks: SequenceOf[Chunk]) -> Launch:
         if self._graphs is not None and not any(
             c.sequence.scores_prompt and c.sequence.next_prompt_logprob is not None for c in chunks
         ):
@@ -162,38 +196,56 @@ class Runner:
         hidden = self._forward(chunks, [slices[chunk] for chunk in chunks])
         ends = list(accumulate(chunk.num_tokens for chunk in chunks))
 
-        scores = [
-            self._score_prompt(chunk, hidden[end - chunk.num_tokens : end])
-            for chunk, end in zip(chunks, ends, strict=True)
-        ]
+        scores = {
+            i: self._score_prompt(chunk, hidden[end - chunk.num_tokens : end])
+            for i, (chunk, end) in enumerate(zip(chunks, ends, strict=True))
+            if chunk.sequence.next_prompt_logprob is not None
+        }
         sampled_here = samples(chunks)
         rows = [end - 1 for end in compress(ends, sampled_here)]
-        sequences = [chunk.sequence for chunk in compress(chunks, sampled_here)]
-        sampled = self._sample(hidden[rows], sequences)
-        return Launch(chunks, scores, sampled_here, sequences, list(range(len(rows))), sampled)
+        sampling = list(compress(chunks, sampled_here))
+        sampled = self._sample(hidden[rows], sampling)
+        sequences = [chunk.sequence for chunk in sampling]
+        return Launch(chunks, sampled_here, sequences, list(range(len(rows))), sampled, scores)
+
+    def wait(self, launch: Launch) -> StepResult:
+        """What a step has shown, when the device is done with it."""
+        with self._waiting():
+            launch.wait()
+        return launch.result()
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.wait_seconds += time.perf_counter() - began
 
     @torch.inference_mode()
     def compile_ahead(self) -> None:
         """Compile what a first short prompt and its decodes need, kernel beside kernel."""
-        if self._graphs is not None:
-            self._compile_steps(self._graphs, self._ladder.first())
-        elif can_compile_ahead(self._device):
-            with compiling_ahead(self._device):
-                for context, num_tokens in ((0, FEW_ROWS), (0, 64), (FEW_ROWS, 1)):
-                    self._run_padding(context, num_tokens)
+        with on_device(self._device):
+            if self._graphs is not None:
+                self._compile_steps(self._graphs, self._ladder.first())
+            elif can_compile_ahead(self._device):
+                with compiling_ahead(self._device):
+                    for context, num_tokens in ((0, FEW_ROWS), (0, 64), (FEW_ROWS, 1)):
+                        self._run_padding(context, num_tokens)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Run what steps are made of once, on tokens that are not stored; not on a CPU."""
         if self._device.type != "cuda":
             return
-        if self._graphs is not None:
-            self._compile_steps(self._graphs, self._ladder.distinct())
-        for context in (0, 1):  # fresh keys, and keys in pages
-            self._run_padding(context, self._config.max_num_batched_tokens)
-        if self._graphs is not None:
-            self._graphs.capture_usual()
-        torch.cuda.synchronize(self._device)
+        with on_device(self._device):
+            if self._graphs is not None:
+                self._compile_steps(self._graphs, self._ladder.distinct())
+            for context in (0, 1):  # fresh keys, and keys in pages
+                self._run_padding(context, self._config.max_num_batched_tokens)
+            if self._graphs is not None:
+                self._graphs.capture_usual()
+            torch.cuda.synchronize()
 
     def _compile_steps(self, graphs: StepGraphs, shapes: list[Shape]) -> None:
         """Compile what these shapes need, kernel beside kernel, where that can be done."""
@@ -224,7 +276,7 @@ class Runner:
         rows = list(compress(row_of, sampled_here))
         every = [chunk.sequence for chunk in chunks]
         sequences = list(compress(every, sampled_here))
-        sampling = plain_sampling(every)
+        sampling = plain_sampling(every, [chunk.end for chunk in chunks])
         penalties = self._penalties(every, sampled_here)
         counts = None if penalties is None else self._token_counts().table
         try:
@@ -238,7 +290,7 @@ class Runner:
         except BaseException:  # Ctrl-C too: the step will be repeated
             graphs.undo()
             raise
-        return Launch(chunks, [([], None)] * len(chunks), sampled_here, sequences, rows, sampled)
+        return Launch(chunks, sampled_here, sequences, rows, sampled, {})
 
     def _forward(self, chunks: list[Chunk], slices: list[SequenceSlice]) -> Tensor:
         """Hidden states `[num_tokens, hidden_size]` of all chunks, one after the other."""
@@ -262,18 +314,20 @@ class Runner:
             input_ids, torch.tensor(positions, device=self._device), self._kv_cache, metadata
         )
 
-    def _sample(self, hidden: Tensor, sequences: list[Sequence]) -> Sampled:
-        if not sequences:
-            return _Rows([])
+    def _sample(self, hidden: Tensor, chunks: list[Chunk]) -> Sampled:
+        if not chunks:
+            return _Here(Choice([], {}))
+        sequences = [chunk.sequence for chunk in chunks]
         logits = self._model.compute_logits(hidden)
         places = list(range(len(sequences)))
         if self._device.type == "cpu" and not self._config.overlap:
             return self._choose(logits, sequences, places, places)
         penalties = self._penalties(sequences, [True] * len(sequences))
         if penalties is not None:
-            rows, *amounts = penalties.tensors(self._device)
+            rows, *amounts = to_device(penalties, self._device)
             logits = penalize(logits, self._token_counts().table, rows, *amounts)
-        tokens = sample_plain(logits, *plain_sampling(sequences).tensors(self._device))
+        wishes = plain_sampling(sequences, [chunk.end for chunk in chunks])
+        tokens = sample_plain(logits, *to_device(wishes, self._device))
         by_host = self._not_plain(sequences)
         before = self._sampled.clone()
         try:
@@ -291,7 +345,7 @@ class Runner:
 
     def _penalties(self, sequences: list[Sequence], is_sampled: list[bool]) -> Penalties | None:
         """What the device is told of penalties, if there are any."""
-        if not any(sequence.is_penalized for sequence in sequences):
+        if not any(map(_is_penalized, sequences)):
             return None
         counts = self._token_counts()
         rows = [
@@ -322,15 +376,24 @@ class Runner:
 
         The device has chosen for the rest, and is told these tokens too, in their `places`.
         """
-        chosen = sample(logits, [_row_sampling(sequences[i], self._eos_token_ids) for i in by_host])
+        wishes = [_row_sampling(sequences[i], self._eos_token_ids) for i in by_host]
+        if self._device.type == "cuda":
+            with self._waiting():
+                torch.cuda.current_stream().synchronize()
+        chosen = sample(logits, wishes)
         if len(by_host) == len(sequences) and not self._config.overlap:
-            return _Rows(chosen)
-        tokens = torch.tensor([max(row.token_id, 0) for row in chosen], device=self._device)
-        self._sampled[[places[i] for i in by_host]] = tokens
-        rows: list[Row] = list(self._fetch(sequences, places).wait())
+            choice = Choice([-1] * len(by_host), {})
+        else:
+            tokens = torch.tensor([max(row.token_id, 0) for row in chosen], device=self._device)
+            self._sampled[[places[i] for i in by_host]] = tokens
+            sampled = self._fetch(sequences, places)
+            with self._waiting():
+                sampled.wait()
+            choice = sampled.choice()
         for i, row in zip(by_host, chosen, strict=True):
-            rows[i] = row
-        return _Rows(rows)
+            choice.token_ids[i] = row.token_id
+            choice.notes[i] = Note(row.logprobs, error=row.error)
+        return _Here(choice)
 
     def _fetch(self, sequences: list[Sequence], rows: list[int]) -> Sampled:
         """Send the tokens of plain sampling to the host."""
@@ -345,12 +408,11 @@ class Runner:
         event.record()
         return _Fetched(host, event, sequences, rows)
 
-    def _score_prompt(self, chunk: Chunk, hidden: Tensor) -> tuple[list[TokenLogprobs], str | None]:
+    def _score_prompt(self, chunk: Chunk, hidden: Tensor) -> Note:
         """The owed log-probabilities whose logits lie in this chunk, or why there are none."""
         sequence = chunk.sequence
         owed = sequence.next_prompt_logprob
-        if owed is None:
-            return [], None
+        assert owed is not None
         # The token at position p is predicted by the row of position p - 1.
         stop = min(chunk.end + 1, sequence.request.num_prompt_tokens)
         result: list[TokenLogprobs] = []
@@ -360,21 +422,24 @@ class Runner:
                 hidden[first - 1 - chunk.start : last - 1 - chunk.start]
             )
             for row, error in non_finite_rows(logits).items():
-                return [], f"{error}, after prompt token {first - 1 + row}"
+                return Note(error=f"{error}, after prompt token {first - 1 + row}")
             targets = torch.tensor(sequence.token_ids[first:last], device=logits.device)
             count = sequence.params.prompt_logprobs or 0
             result += gather_logprobs(logits, targets, [count] * (last - first))
-        return result, None
+        return Note(prompt_logprobs=result)
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _Here:
     """Tokens that the host has."""
 
-    rows: SequenceOf[Row]
+    chosen: Choice
 
-    def wait(self) -> SequenceOf[Row]:
-        return self.rows
+    def wait(self) -> None:
+        pass
+
+    def choice(self) -> Choice:
+        return self.chosen
 
 
 @dataclass(frozen=True)
@@ -386,14 +451,21 @@ class _Fetched:
     sequences: list[Sequence]
     rows: list[int]
 
-    def wait(self) -> list[Row]:
+    def wait(self) -> None:
         if self.event is not None:
             self.event.synchronize()
+
+    def choice(self) -> Choice:
         tokens = self.tokens.tolist()
-        return [
-            (tokens[row], None, None if tokens[row] >= 0 else _no_token(sequence))
-            for row, sequence in zip(self.rows, self.sequences, strict=True)
-        ]
+        token_ids = [tokens[row] for row in self.rows]
+        errors = {}
+        if min(token_ids, default=0) < 0:
+            errors = {
+                i: Note(error=_no_token(self.sequences[i]))
+                for i, token_id in enumerate(token_ids)
+                if token_id < 0
+            }
+        return Choice(token_ids, errors)
 
 
 def _no_token(sequence: Sequence) -> str:
@@ -425,7 +497,7 @@ def _row_sampling(sequence: Sequence, eos_token_ids: frozenset[int]) -> RowSampl
     if params.repetition_penalty != 1.0:
         seen = [*sequence.request.prompt_token_set, *sequence.output_counts]
     return RowSampling(
-        temperature=sequence.temperature,
+        temperature=0.0 if params.is_greedy else params.temperature,
         uniform=(mix_seed(sequence.seed, sequence.num_chosen_tokens) >> 11) / (1 << 53),
         top_k=max(params.top_k, 0),
         top_p=params.top_p,

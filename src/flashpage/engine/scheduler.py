@@ -16,6 +16,7 @@ tokens with a long context take more than one each.
 from __future__ import annotations
 
 import math
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
 from itertools import islice
@@ -67,6 +68,8 @@ class Scheduler:
         self.running: list[Sequence] = []  # in the order of admission
         self.num_preemptions = 0
         self.num_preempted_tokens = 0
+        self.num_computed_tokens = 0
+        self.num_computed_prompt_tokens = 0
         self.num_lookup_tokens = 0
         self.num_hit_tokens = 0
 
@@ -111,8 +114,11 @@ class Scheduler:
 
     def launched(self, chunks: list[Chunk]) -> None:
         """Take note that chunks are being computed: what follows them can be scheduled."""
-        for chunk in chunks:
-            chunk.sequence.num_computed_tokens = chunk.end
+        for sequence, start, end, _, _ in chunks:
+            sequence.num_computed_tokens = end
+            self.num_computed_tokens += end - start
+            if start < sequence.num_prompt_tokens:
+                self.num_computed_prompt_tokens += min(end, sequence.num_prompt_tokens) - start
 
     def commit(self, chunk: Chunk) -> None:
         """Take note that a chunk's keys and values are in the cache; its full blocks can be hit."""
@@ -163,8 +169,7 @@ class Scheduler:
             assert not sequence.is_finished
             assert sequence.num_computed_tokens >= 0
             # A prompt that is only scored has nothing left while its last step runs.
-            is_scored = self.config.overlap and sequence.request.max_tokens == 0
-            assert sequence.num_uncomputed_tokens > 0 or is_scored
+            assert sequence.num_uncomputed_tokens > 0 or not sequence.generates
             assert len(sequence.block_ids) * self.config.block_size >= sequence.num_computed_tokens
         for sequence in self.waiting.values():
             assert not sequence.is_running
@@ -214,7 +219,7 @@ class Scheduler:
         self.running.append(sequence)
         sequence.is_running = True
         self.pool.touch(hit_blocks)
-        sequence.block_ids = hit_blocks + self.pool.allocate(num_new)
+        sequence.block_ids = array("i", hit_blocks + self.pool.allocate(num_new))
         sequence.cache_chain = hits
         sequence.num_hit_blocks = len(hits)
         sequence.num_computed_tokens = len(hits) * self.config.block_size
@@ -259,7 +264,7 @@ class Scheduler:
             if num_missing <= 0:
                 return True
             if num_missing <= self.pool.num_available:
-                sequence.block_ids += self.pool.allocate(num_missing)
+                sequence.block_ids.extend(self.pool.allocate(num_missing))
                 return True
             self._preempt(self.running[-1])
         return False
@@ -274,7 +279,7 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         sequence.is_running = False
         self.pool.free(sequence.block_ids)
-        sequence.block_ids = []
+        sequence.block_ids = array("i")
         sequence.cache_chain = []
         sequence.num_hit_blocks = 0
         sequence.num_computed_tokens = 0

@@ -67,8 +67,10 @@ def _combine_kernel(
     there = real[:, None] & (splits < num_splits)[None, :]
     place = rows[:, None] * num_splits + splits[None, :]
     if OVERLAP:
-        gdc_launch_dependents()
+        # Not before the parts are done: the next kernel's programs would take the places that are
+        # free beside them, and leave others empty later.
         gdc_wait()
+        gdc_launch_dependents()
     m = tl.load(max_ptr + place, mask=there, other=float("-inf"))
     l = tl.load(sum_ptr + place, mask=there, other=0.0)  # noqa: E741 - the field's name
     # Read before it is known which parts are empty: one trip to memory, not two.

@@ -80,7 +80,9 @@ def choose_tile(capability: int, head_dim: int, element_size: int, num_rows: int
     block_n = max(16, min(128, block_bytes // bytes_per_key))
     num_warps = 8 if block_m >= 64 else 4
     per_multiprocessor = 3 if block_m == 16 and capability >= 90 else 2
-    if capability == 90 and block_m == 64:
+    if capability == 90 and block_m == 16 and depth == 2:
+        depth, per_multiprocessor = 3, 2  # fewer programs with more each: evener in small grids
+    elif capability == 90 and block_m == 64:
         num_warps = 4  # a warpgroup, of which two then fit
     elif block_m == 128:
         depth, per_multiprocessor = depth + 1, 1

@@ -207,8 +207,10 @@ def split_kernel(
     l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741 - the field's name
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     limits = tl.full([BLOCK_M], hi, tl.int32)
+    seen_by_all = hi
     if HAS_RIGHT:
         limits = tl.minimum(limits, rows + (diff + window_right + 1))
+        seen_by_all = tl.minimum(hi, row_lo + (diff + window_right + 1))
     for begin in tl.range(lo, hi, BLOCK_N, num_stages=STAGES):
         cols = begin + tl.arange(0, BLOCK_N)
         inside = cols < hi
@@ -227,10 +229,12 @@ def split_kernel(
                 scores, rows[:, None], cols[None, :], diff, softmax_scale, softcap, slope,
                 HAS_SOFTCAP, slopes_ptr is not None,
             )  # fmt: skip
-        seen = cols[None, :] < limits[:, None]
-        if HAS_LEFT:
-            seen = seen & (cols[None, :] >= (rows + (diff - window_left))[:, None])
-        scores = tl.where(seen, scores, float("-inf"))
+        # Many rows are bound by instructions, few by memory: these do without the branch.
+        if BLOCK_M < 64 or HAS_LEFT or begin + BLOCK_N > seen_by_all:
+            seen = cols[None, :] < limits[:, None]
+            if HAS_LEFT:
+                seen = seen & (cols[None, :] >= (rows + (diff - window_left))[:, None])
+            scores = tl.where(seen, scores, float("-inf"))
 
         m_new = tl.maximum(m, tl.max(scores, 1))
         # Rows that saw no key yet: exp2(-inf - 0) is 0 where exp2(-inf + inf) were NaN.
