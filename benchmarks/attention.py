@@ -1,12 +1,14 @@
 """Forward attention against this machine's peers: dense tables and variable lengths.
 
     python benchmarks/attention.py
+    python benchmarks/attention.py --head-dims 64 --masks causal --seqlens 512,1024
 
 On a GPU: bfloat16, B x S = 16384, heads x head_dim = 2048, TFLOP/s (causal counts half the work),
-every contender replayed as a CUDA graph; the time of Python is a table of its own. Peers are
-torch's FlashAttention-2 and cuDNN, FlashAttention-3 and 4 where installed (the packages fa3-fwd and
-flash-attn-4), and our own kinds of kernels by name. On a CPU: the shapes of SmolLM2-135M against
-torch's `scaled_dot_product_attention`. Ratios are a peer's time over ours: above 1, ours is faster.
+every contender replayed as a CUDA graph, in turn; the time of Python is a table of its own. Peers
+are torch's FlashAttention-2 and cuDNN, FlashAttention-3 and 4 where installed (the packages fa3-fwd
+and flash-attn-4), and our own kinds of kernels by name. On a CPU: the shapes of SmolLM2-135M
+against torch's `scaled_dot_product_attention`. Ratios are a peer's time over ours: above 1, ours is
+faster.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from harness import (
     randn,
     setup,
 )
-from peers import by_name, peers, print_ratios, sdpa, works
+from peers import by_name, cell_options, chosen, peers, print_cell, print_ratios, sdpa, works
 
 HEADS, KV_HEADS, DIM = 9, 3, 64  # SmolLM2-135M
 TOKENS, WIDTH = 16384, 2048
@@ -49,7 +51,9 @@ def lengths_of(seed: int, count: int, low: int, high: int) -> tuple[list[int], T
 # ---------------------------------------------------------------------------------------------
 
 
-def gpu_dense(head_dim: int, causal: bool, seqlen: int, others: dict[str, Any]) -> dict[str, Any]:
+def gpu_dense(
+    head_dim: int, causal: bool, seqlen: int, others: dict[str, Any], rounds: int
+) -> dict[str, Any]:
     batch, heads = TOKENS // seqlen, WIDTH // head_dim
     q, k, v = (randn(batch, seqlen, heads, head_dim) for _ in range(3))
     contenders = {"flashpage": lambda: flash_attn_func(q, k, v, causal=causal)}
@@ -57,12 +61,14 @@ def gpu_dense(head_dim: int, causal: bool, seqlen: int, others: dict[str, Any]) 
         if works(attention, q, k, v, causal):
             contenders[name] = lambda attention=attention: attention(q, k, v, causal)
     flops = 4 * batch * heads * seqlen**2 * head_dim / (2 if causal else 1)
-    tflops = {name: flops / t / 1e12 for name, t in graph_medians(contenders).items()}
-    return {
+    times = graph_medians(contenders, None, rounds)
+    result = {
         "case": f"d {head_dim}, {'causal' if causal else 'full'}, S {seqlen}",
         "head_dim": head_dim,
-        "tflops": tflops,
+        "tflops": {name: flops / t / 1e12 for name, t in times.items()},
     }
+    print_cell(result)
+    return result
 
 
 def gpu_varlen(head_dim: int, causal: bool) -> dict[str, Any]:
@@ -81,7 +87,8 @@ def gpu_varlen(head_dim: int, causal: bool) -> dict[str, Any]:
                 q, k, v, cu, cu, longest, longest, causal=causal
             ),
             "dense": lambda: flash_attn_func(*dense, causal=causal),
-        }
+        },
+        None,
     )
     work = 4 * heads * head_dim / (2 if causal else 1) / 1e12
     rates = {
@@ -108,23 +115,25 @@ def gpu_host(others: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def gpu_main() -> None:
+    options = cell_options(__doc__.split("\n")[0])
     info = setup()
     others = peers()
     # Which of our kernels serves a cell by itself is a rule: here each kind is measured in each.
-    others |= by_name("forward")
-    results = []
-    for head_dim in (64, 128, 256):
-        for causal in (False, True):
-            for seqlen in (512, 1024, 2048, 4096, 8192, 16384):
-                results.append(gpu_dense(head_dim, causal, seqlen, others))
+    others = chosen(others | by_name("forward"), options.only)
+    results = [
+        gpu_dense(head_dim, mask == "causal", seqlen, others, options.rounds)
+        for head_dim in options.head_dims
+        for mask in options.masks
+        for seqlen in options.seqlens
+    ]
     names = ["flashpage", *others]
     rows = []
     for r in results:
         rates = [f"{r['tflops'][n]:.0f}" if n in r["tflops"] else "-" for n in names]
         rows.append((r["case"], *rates))
     print_table(("TFLOP/s", *names), rows)
-    print_ratios(results)
-    varlen = [gpu_varlen(d, causal) for d in (64, 128) for causal in (False, True)]
+    print_ratios(results, ("flashpage", *by_name("forward")))
+    varlen = [gpu_varlen(d, m == "causal") for d in options.head_dims for m in options.masks]
     print_table(
         ("TFLOP/s", "varlen", "dense", "ratio"),
         [

@@ -1,16 +1,15 @@
-"""The knobs of the forward for Hopper, one at a time: TFLOP/s of each, against the table's tiles.
+"""Tiles of the forward for Hopper: TFLOP/s of each, against those that its table chooses.
 
     python benchmarks/hopper_tiles.py
-    python benchmarks/hopper_tiles.py --head-dim 64 --only immediates
+    python benchmarks/hopper_tiles.py --head-dims 64 --only immediates
 
-bfloat16, B x S = 16384, heads x head_dim = 2048, each replayed as a CUDA graph; causal counts half
-the work. A variant whose output is not that of the table's tiles, up to rounding, is marked WRONG.
-What was found so far: docs/kernel_notes.md.
+bfloat16, B x S = 16384, heads x head_dim = 2048, each replayed as a CUDA graph, in turn; causal
+counts half the work. A variant whose output is not that of the kernels of `triton/`, up to
+rounding, is marked WRONG. What was found so far: docs/kernel_notes.md.
 """
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 from typing import Any
 
@@ -21,9 +20,9 @@ from flashpage.attention.dispatch import AttentionInputs
 from flashpage.attention.problem import Problem
 from flashpage.attention.triton import runtime
 from harness import DEVICE, ON_GPU, finish, geometric_mean, graph_medians, print_table, randn, setup
+from peers import cell_options, chosen, print_cell
 
 TOKENS, WIDTH = 16384, 2048
-SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 KNOBS: dict[str, dict[str, Any]] = {
     "no ping-pong": {"ping_pong": False},
     "no lazy rescale": {"lazy": False},
@@ -35,19 +34,40 @@ KNOBS: dict[str, dict[str, Any]] = {
 
 
 def variants(head_dim: int) -> dict[str, Any]:
-    """Tiles by name, the table's first."""
-    from flashpage.attention.hopper.forward import Tiles, forward_tiles
+    """Tiles by name: the largest of each head_dim, changed by what the name says."""
+    from flashpage.attention.hopper import forward
 
-    table = forward_tiles(head_dim)
-    found = {"table": table, **{name: replace(table, **knob) for name, knob in KNOBS.items()}}
+    short = forward.TILES_64_SHORT
+    large = {64: forward.TILES_64_LONG, 128: forward.TILES_128, 256: forward.TILES_256}[head_dim]
+    large = replace(large, immediates=False)
+    found = {"large": large, **{name: replace(large, **knob) for name, knob in KNOBS.items()}}
     if head_dim == 64:
-        found["128 rows"] = Tiles(consumers=2, block_n=128, stages=4)
-        found["128 rows, immediates"] = replace(found["128 rows"], immediates=True)
+        two = replace(large, consumers=2, registers=(240, 24), immediates=True)
+        found |= {
+            "128 rows": two,
+            "128 rows, skip": replace(two, skip=True),
+            "128 rows, no lazy rescale": replace(two, lazy=False),
+            "64 keys": replace(large, block_n=64, stages=6, immediates=True),
+            "64 keys, skip": replace(large, block_n=64, stages=6, immediates=True, skip=True),
+            "2 blocks of 64 rows": replace(short, block_n=128, blocks=2, registers=(224, 24)),
+            "3 blocks of 64 rows": short,
+        }
+    if head_dim == 128:
+        found["2 blocks of 64 rows"] = replace(short, blocks=2, registers=(224, 24))
     return found
 
 
-def measure(head_dim: int, causal: bool, seqlen: int, tiles: dict[str, Any]) -> dict[str, Any]:
-    from flashpage.attention.hopper.forward import launch
+def reference(problem: Problem, x: AttentionInputs) -> tuple[Tensor, Tensor]:
+    from flashpage.attention.triton.forward import forward
+
+    out, lse, _ = forward(problem, x, False)
+    return out, lse
+
+
+def measure(
+    head_dim: int, causal: bool, seqlen: int, tiles: dict[str, Any], rounds: int
+) -> dict[str, Any]:
+    from flashpage.attention.hopper.forward import launch, tiles_for
 
     batch, heads = TOKENS // seqlen, WIDTH // head_dim
     q, k, v = (randn(batch, seqlen, heads, head_dim) for _ in range(3))
@@ -62,54 +82,53 @@ def measure(head_dim: int, causal: bool, seqlen: int, tiles: dict[str, Any]) -> 
         window_right=0 if causal else -1,
     )
     x = AttentionInputs(q, k, v, None, None, None, None, None, seqlen, seqlen)
+    tiles = {"table": tiles_for(problem, seqlen, 0), **tiles}
+    out, lse = reference(problem, x)
     outputs: dict[str, tuple[Tensor, Tensor]] = {}
-    for name, chosen in tiles.items():
-        lse = torch.full((batch, heads, seqlen), torch.nan, device=q.device)
-        outputs[name] = torch.full_like(q, torch.nan), lse
-        launch(problem, x, *outputs[name], chosen)
-    out, lse = outputs["table"]
-    wrong = [
-        name
-        for name, (other, other_lse) in outputs.items()
-        if not (
-            torch.allclose(other, out, 2e-2, 2e-2) and torch.allclose(other_lse, lse, 1e-4, 1e-4)
-        )
-    ]
+    wrong = []
+    for name, shape in tiles.items():
+        outputs[name] = torch.full_like(q, torch.nan), torch.full_like(lse, torch.nan)
+        launch(problem, x, *outputs[name], shape)
+        mine, my_lse = outputs[name]
+        if not (torch.allclose(mine, out, 2e-2, 2e-2) and torch.allclose(my_lse, lse, 1e-4, 1e-4)):
+            wrong.append(name)
     calls = {
-        name: lambda name=name, chosen=chosen: launch(problem, x, *outputs[name], chosen)
-        for name, chosen in tiles.items()
+        name: lambda name=name, shape=shape: launch(problem, x, *outputs[name], shape)
+        for name, shape in tiles.items()
     }
     flops = 4 * batch * heads * seqlen**2 * head_dim / (2 if causal else 1)
-    tflops = {name: flops / t / 1e12 for name, t in graph_medians(calls).items()}
+    tflops = {name: flops / t / 1e12 for name, t in graph_medians(calls, None, rounds).items()}
     case = f"d {head_dim}, {'causal' if causal else 'full'}, S {seqlen}"
-    return {"case": case, "head_dim": head_dim, "tflops": tflops, "wrong": wrong}
+    result = {"case": case, "head_dim": head_dim, "tflops": tflops, "wrong": wrong}
+    print_cell(result)
+    if wrong:
+        print("  WRONG: " + ", ".join(wrong), flush=True)
+    return result
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--head-dim", type=int, choices=(64, 128, 256), help="only this one")
-    parser.add_argument("--only", default="", help="variants whose name contains this")
-    options = parser.parse_args()
+    options = cell_options(__doc__.split("\n")[0])
     if not ON_GPU or runtime.capability(torch.device(DEVICE, 0)) != 90:
         raise SystemExit("needs a GPU of compute capability 9.0")
     info = setup()
     results = []
-    for head_dim in (64, 128, 256):
-        if options.head_dim not in (None, head_dim):
-            continue
-        tiles = {n: t for n, t in variants(head_dim).items() if n == "table" or options.only in n}
-        for causal in (False, True):
-            cells = [measure(head_dim, causal, seqlen, tiles) for seqlen in SEQLENS]
+    for head_dim in options.head_dims:
+        tiles = chosen(variants(head_dim), options.only)
+        for mask in options.masks:
+            cells = [
+                measure(head_dim, mask == "causal", seqlen, tiles, options.rounds)
+                for seqlen in options.seqlens
+            ]
             rows = []
-            for name in tiles:
+            for name in ("table", *tiles):
                 rates = [
                     f"{c['tflops'][name]:.0f}{' WRONG' if name in c['wrong'] else ''}"
                     for c in cells
                 ]
                 ratios = [c["tflops"][name] / c["tflops"]["table"] for c in cells]
                 rows.append((name, *rates, f"{geometric_mean(ratios):.2f}"))
-            title = f"d {head_dim}, {'causal' if causal else 'full'}"
-            print_table((title, *(f"S {s}" for s in SEQLENS), "mean"), rows)
+            header = (f"d {head_dim}, {mask}", *(f"S {s}" for s in options.seqlens), "mean")
+            print_table(header, rows)
             results += cells
     finish("hopper_tiles", info, results)
 

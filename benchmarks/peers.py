@@ -6,7 +6,8 @@ attention over pages, has all its tensors given before.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import argparse
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -145,17 +146,67 @@ def _named(name: str) -> Attention:
     return attention
 
 
-def print_ratios(results: list[dict[str, Any]]) -> None:
-    """flashpage's TFLOP/s over those of each other contender, by head_dim: geometric mean and the
+def cell_options(description: str) -> argparse.Namespace:
+    """Which cells of a table of `head_dim`, masks and lengths to measure on a GPU, and of whom."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--head-dims", default="64,128,256")
+    parser.add_argument("--masks", default="full,causal")
+    parser.add_argument("--seqlens", default="512,1024,2048,4096,8192,16384")
+    parser.add_argument("--rounds", type=int, default=7, help="readings, of which the median")
+    parser.add_argument("--only", default="", help="names, or parts of them: a|b")
+    options = parser.parse_args()
+    for name in ("head_dims", "seqlens"):
+        setattr(options, name, [int(n) for n in getattr(options, name).split(",")])
+    options.masks = options.masks.split(",")
+    return options
+
+
+def chosen(contenders: dict[str, Any], only: str) -> dict[str, Any]:
+    """Those whose name contains a part of `only`."""
+    parts = only.split("|")
+    return {name: x for name, x in contenders.items() if any(part in name for part in parts)}
+
+
+def print_cell(result: dict[str, Any]) -> None:
+    """At once, so that a run that is cut short leaves what it measured."""
+    rates = ", ".join(f"{name} {rate:.3g}" for name, rate in result["tflops"].items())
+    print(f"{result['case']}: {rates}", flush=True)
+
+
+BETTER_OF_TWO = "the better of FA3 and FA4"
+
+
+def print_ratios(results: list[dict[str, Any]], ours: Sequence[str] = ("flashpage",)) -> None:
+    """TFLOP/s of `ours` over those of each peer, by head_dim and over all: geometric mean and the
     worst cell."""
-    for head_dim in sorted({r["head_dim"] for r in results}):
-        cells = [r["tflops"] for r in results if r["head_dim"] == head_dim]
-        for name in dict.fromkeys(name for c in cells for name in c if name != "flashpage"):
-            ratios = [c["flashpage"] / c[name] for c in cells if name in c]
-            print(
-                f"d {head_dim}: {geometric_mean(ratios):.2f}x {name} in geometric mean of "
-                f"{len(ratios)}, at least {min(ratios):.2f}x"
-            )
+    groups = [[d] for d in sorted({r["head_dim"] for r in results})]
+    if len(groups) > 1:
+        groups.append([d for group in groups for d in group])
+    for group in groups:
+        cells = [r for r in results if r["head_dim"] in group]
+        for mine in ours:
+            for peer in (*_peers_of(cells), BETTER_OF_TWO):
+                _print_ratio(f"d {', '.join(map(str, group))}", cells, mine, peer)
+
+
+def _peers_of(cells: list[dict[str, Any]]) -> list[str]:
+    names = dict.fromkeys(name for c in cells for name in c["tflops"])
+    return [n for n in names if not n.startswith(("flashpage", "hopper", "triton"))]
+
+
+def _print_ratio(group: str, cells: list[dict[str, Any]], mine: str, peer: str) -> None:
+    ratios = {}
+    for cell in cells:
+        rates = cell["tflops"]
+        wanted = ("FA3", "FA4") if peer == BETTER_OF_TWO else (peer,)
+        if mine in rates and all(name in rates for name in wanted):
+            ratios[cell["case"]] = rates[mine] / max(rates[name] for name in wanted)
+    if ratios:
+        worst = min(ratios, key=ratios.__getitem__)
+        print(
+            f"{group}: {mine} {geometric_mean(list(ratios.values())):.3f}x {peer} in geometric "
+            f"mean of {len(ratios)}, at least {ratios[worst]:.2f}x ({worst})"
+        )
 
 
 def works(attention: Attention, *args: Tensor | bool) -> bool:

@@ -78,11 +78,17 @@ def _store(pointer: _Pointer, value: Tensor, mask: Tensor) -> None:
     pointer.memory[pointer.offset.long()[mask]] = value[mask]
 
 
-def _atomic_add(pointer: _Pointer, value: int) -> Tensor:
+def _atomic_add(pointer: _Pointer, value: int, sem: str = "acq_rel") -> Tensor:
     with _block.changed:
         old = pointer.memory[pointer.offset].clone()
         pointer.memory[pointer.offset] += value
     return old
+
+
+def _wait_for_turn(pointer: _Pointer, turn: int) -> None:
+    """Thread blocks run one after the other: who waits for a later one waits forever."""
+    if pointer.memory[pointer.offset] != turn:
+        raise Deadlock(f"turn {int(turn)} at {int(pointer.memory[pointer.offset])}")
 
 
 class _Shared:
@@ -372,6 +378,11 @@ def _stand_ins() -> dict[str, types.ModuleType]:
         rescale_rows=lambda x, factor: x * factor[:, None],
         partial_sums=lambda x: x.reshape(x.shape[0], -1, 8).sum(1),
         scale_partial_sums=lambda x, factor: x * factor[:, None],
+        pack_pairs=lambda x, dtype: x.to(dtype),
+        unpack_pairs=lambda x, dtype, layout: x,
+        copies_done=anything,
+        wait_for_turn=_wait_for_turn,
+        next_turn=lambda pointer: _atomic_add(pointer, 1),
         tma_add=lambda desc, coord, source: desc.add(coord, source),
         keep_where=_keep_where,
     )
@@ -402,7 +413,9 @@ class Emulated:
         self.function = getattr(source, name)
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-        def launch(*args: Any, num_warps: int, **constants: Any) -> None:
+        def launch(
+            *args: Any, num_warps: int, maxnreg: int | None = None, **constants: Any
+        ) -> None:
             global _block
             for program in range(grid[0]):
                 _block = _Block(program, grid[0], num_warps)

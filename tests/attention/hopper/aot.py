@@ -46,6 +46,7 @@ class Case:
     dtype: torch.dtype = BF16
     block_size: int = 0
     options: dict[str, Any] = field(default_factory=dict)
+    max_seqlen: int = 4096
     spills: int = 0
     """bytes a thread that are known and allowed"""
 
@@ -56,7 +57,8 @@ SOFTCAP = {"softcap": 20.0}
 
 
 def representative() -> Iterator[Case]:
-    yield Case("causal d 64", "dense", 64, options=CAUSAL, spills=128)
+    yield Case("causal d 64", "dense", 64, options=CAUSAL)
+    yield Case("causal d 64 short", "dense", 64, options=CAUSAL, max_seqlen=512)
     yield Case("causal d 256", "dense", 256, options=CAUSAL)
     yield Case("pages of 16 causal d 96", "paged", 96, FP16, block_size=16, options=CAUSAL)
     yield Case("backward causal d 128", "dense", 128, options=CAUSAL, spills=32)
@@ -69,17 +71,18 @@ def every() -> Iterator[Case]:
         for mask, options in masks.items():
             for layout, page in (("dense", 0), ("varlen", 0), ("paged", 16), ("paged", 256)):
                 name = f"{layout} {page or ''} {mask} d {d}"
-                yield Case(name, layout, d, BF16, page, options, spills=256)
+                for seqlen in (512, 4096, 16384) if d == 64 else (4096,):
+                    yield Case(f"{name} {seqlen}", layout, d, BF16, page, options, seqlen, 32)
                 if d <= 128 and not page:
                     for more in ({}, {"deterministic": True}):
                         name = f"backward {layout} {mask} d {d} {'deterministic' if more else ''}"
-                        yield Case(name, layout, d, BF16, 0, {**options, **more}, spills=128)
+                        yield Case(name, layout, d, options={**options, **more}, spills=128)
 
 
 def compile_case(case: Case) -> Any:
     """The compiled kernel of a case; nothing is launched."""
     problem = _problem(case.layout, case.dtype, case.head_dim, **case.options)
-    x = _inputs(case.layout, case.dtype, case.head_dim, case.block_size, problem)
+    x = _inputs(case.layout, case.dtype, case.head_dim, case.block_size, problem, case.max_seqlen)
     kernel = backward_kernel if case.name.startswith("backward") else forward_kernel
     with compiling_for(90):
         if kernel is forward_kernel:

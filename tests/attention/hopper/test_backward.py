@@ -79,6 +79,7 @@ def check_dense(*tensors, deterministic=False, **options):
     ("seqlen_q", "seqlen_k"), [(1, 1), (1, 300), (300, 1), (0, 5), (5, 0), (64, 128), (65, 129)]
 )
 @pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.usefixtures("either_way")
 def test_lengths_at_the_edge(seqlen_q, seqlen_k, deterministic):
     tensors = make(2, seqlen_q, seqlen_k, (2, 1, 128))
     check_dense(*tensors, causal=True, deterministic=deterministic)
@@ -156,7 +157,14 @@ def test_options(options, seqlen_q, seqlen_k, head_dim):
     check_dense(*make(1, seqlen_q, seqlen_k, (2, 1, head_dim)), **options)
 
 
-@pytest.mark.parametrize("options", [OPTIONS[1], OPTIONS[-1]], ids=str)
+@pytest.fixture(params=[False, True], ids=["apart", "ordered"])
+def either_way(request, monkeypatch):
+    """Both ways to a dQ that repeats."""
+    monkeypatch.setattr(hopper, "ORDERED", request.param)
+
+
+@pytest.mark.usefixtures("either_way")
+@pytest.mark.parametrize("options", [OPTIONS[1], OPTIONS[5], OPTIONS[-1]], ids=str)
 def test_deterministic(options):
     """Every gradient repeats bit for bit, and dK and dV always do."""
     tensors = make(1, 80, 150, (2, 1, 128))
@@ -208,6 +216,7 @@ VARLEN = [
 ]
 
 
+@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize(
     ("head_dim", "deterministic", "options"), VARLEN if ON_GPU else VARLEN[:3], ids=str
 )

@@ -150,16 +150,23 @@ def test_options(options, seqlen_q, seqlen_k, head_dim):
 )
 @pytest.mark.parametrize(
     ("consumers", "block_n", "out_in_q", "skip"),
-    [(2, 128, False, False), (2, 64, True, True), (3, 128, False, False), (3, 128, False, True)],
+    [
+        (1, 64, False, False),
+        (2, 128, False, False),
+        (2, 64, True, True),
+        (3, 128, False, False),
+        (3, 128, False, True),
+    ],
 )
 def test_every_way_of_tiling(
     persistent, ping_pong, lazy, consumers, block_n, out_in_q, skip, monkeypatch
 ):
-    registers = (240, 24) if consumers == 2 else (160, 32)
+    registers, blocks = {1: ((136, 24), 3), 2: ((240, 24), 1), 3: ((160, 32), 1)}[consumers]
+    ping_pong = ping_pong and consumers > 1
     tiles = hopper.Tiles(
-        consumers, block_n, 2, ping_pong, lazy, persistent, out_in_q, skip, skip, registers
+        consumers, block_n, 2, ping_pong, lazy, persistent, out_in_q, skip, skip, registers, blocks
     )
-    monkeypatch.setattr(hopper, "forward_tiles", lambda block_d: tiles)
+    monkeypatch.setattr(hopper, "forward_tiles", lambda *args: tiles)
     check_dense(*qkv(1, 300, 400, (3, 1, 64)), causal=True)
     check_dense(*qkv(1, 200, 170, (2, 1, 64)), window_size=(70, 20))
     check_dense(*qkv(1, 200, 300, (1, 1, 64)))

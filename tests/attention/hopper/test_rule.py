@@ -22,16 +22,19 @@ BF16 = torch.bfloat16
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 # TFLOP/s of hopper and triton at these lengths; 16384 tokens, heads x head_dim = 2048.
 MEASURED = {
-    (64, False): ((328, 389, 449, 466, 493, 500), (366, 416, 418, 414, 419, 423)),
-    (64, True): ((151, 211, 325, 373, 419, 453), (187, 295, 370, 382, 400, 415)),
-    (128, False): ((501, 612, 670, 630, 644, 650), (384, 461, 486, 463, 475, 481)),
-    (128, True): ((270, 418, 527, 620, 587, 572), (231, 326, 434, 464, 464, 496)),
-    (256, False): ((559, 676, 716, 737, 734, 745), (409, 484, 506, 492, 505, 509)),
-    (256, True): ((313, 457, 579, 677, 686, 695), (267, 381, 451, 451, 478, 493)),
+    (64, False): ((356, 425, 448, 492, 497, 520), (352, 393, 412, 424, 426, 430)),
+    (64, True): ((253, 333, 402, 447, 481, 501), (217, 306, 362, 398, 418, 429)),
+    (128, False): ((458, 543, 596, 630, 647, 649), (345, 397, 427, 445, 455, 457)),
+    (128, True): ((312, 432, 519, 575, 605, 626), (236, 302, 374, 428, 460, 480)),
+    (256, False): ((512, 613, 679, 729, 770, 776), (364, 409, 436, 406, 424, 428)),
+    (256, True): ((329, 461, 563, 629, 718, 754), (247, 329, 376, 367, 389, 404)),
 }
 
 
-def serves(head_dim, batch, seqlen_q, seqlen_k, heads, cu=None, multiprocessors=132, **options):
+def serves(
+    head_dim, batch, seqlen_q, seqlen_k, heads, cu=None, multiprocessors=132, function="forward",
+    **options,
+):  # fmt: skip
     """By the rule, on a GPU with as many multiprocessors as an H200."""
     problem = Problem(
         "dense" if cu is None else "varlen", torch.device("cuda"), BF16, heads, heads, head_dim,
@@ -41,8 +44,8 @@ def serves(head_dim, batch, seqlen_q, seqlen_k, heads, cu=None, multiprocessors=
     q = torch.empty(*shape, heads, head_dim, device="meta")
     lengths = None if cu is None else torch.empty(batch + 1, device="meta")
     x = AttentionInputs(q, q, q, lengths, lengths, None, None, None, seqlen_q, seqlen_k)
-    return rule.why_slower(problem, "forward") is None and not rule.slower_here(
-        problem, x, multiprocessors
+    return rule.why_slower(problem, function) is None and not rule.slower_here(
+        problem, function, x, multiprocessors
     )
 
 
@@ -78,6 +81,13 @@ def test_serves_the_measured_cells_that_it_won(head_dim, causal, layout):
         ((128, 2, 8192, 8192, 16), {"window_left": 100, "window_right": 0}, False),
         ((128, 1, 1024, 1024, 16), {"multiprocessors": 129}, False),
         ((128, 1, 1024, 1024, 16), {"multiprocessors": 128}, True),
+        ((64, 16, 1024, 1024, 32), {"function": "backward"}, True),
+        ((128, 1, 16384, 16384, 16), {"function": "backward", "window_right": 0}, True),
+        ((128, 32, 512, 512, 16), {"function": "backward"}, False),
+        ((128, 16, 1024, 1024, 8), {"function": "backward", "softcap": 9.0}, False),
+        ((128, 2, 8192, 8192, 16), {"function": "backward", "window_left": 4000}, False),
+        ((32, 16, 1024, 1024, 64), {"function": "backward"}, False),
+        ((128, 1, 1024, 1024, 16), {"function": "backward"}, False),
     ],
     ids=str,
 )
@@ -108,12 +118,14 @@ def on_hopper(monkeypatch):
 def test_reported(on_hopper):
     report = flashpage.backends("cuda", BF16, head_dim=128, causal=True)
     assert report.serving("forward") == "hopper"
-    assert report.serving("backward") == "triton"
+    assert report.serving("backward") == "hopper"
     assert report.serving("decode") == "triton"
     text = str(report)
     assert "hopper     serves, but for fewer than 512 keys" in text
     assert "forward   triton     no: hopper is faster" in text
-    assert "fewer than 8192 keys" in str(flashpage.backends("cuda", BF16, head_dim=64, causal=True))
+    assert "serves, but for fewer than 1024 keys" in text
+    paged = flashpage.backends("cuda", BF16, head_dim=64, causal=True, layout="paged")
+    assert "fewer than 8192 keys" in str(paged)
     for options in ({"head_dim": 32}, {"head_dim": 128, "softcap": 30.0}):
         report = flashpage.backends("cuda", BF16, **options)
         assert report.serving("forward") == "triton"

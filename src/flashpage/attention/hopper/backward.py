@@ -21,6 +21,9 @@ from flashpage.attention.triton.backward import dq_alone
 
 L2_BYTES = 32 * 2**20
 """Q, dO and the sums of dQ of the heads that run side by side should stay in the L2 cache."""
+ORDERED = False
+"""With `deterministic`: sum dQ in the order of the keys, instead of having it from `triton/`. Right
+in the emulator, not yet measured on a GPU."""
 STAGES = 2
 """tiles of Q and of dO in shared memory"""
 
@@ -35,8 +38,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`(dq, dk, dv)`, fresh and contiguous; arguments as in `triton.backward`.
 
-    With `problem.deterministic` dQ comes from the kernel of `triton/` that owns query rows;
-    without, it is summed up in any order.
+    With `problem.deterministic` dQ is summed up in the order of the keys (`ORDERED`) or comes from
+    the kernel of `triton/` that owns query rows; without, it is summed up in any order.
     """
     q, k, v = inputs.q, inputs.k, inputs.v
     if q.numel() == 0 or k.numel() == 0:
@@ -48,7 +51,7 @@ def backward(
     if dlse is not None:
         dlse = dlse.contiguous()
     with runtime.on_device(q.device):
-        if problem.deterministic:
+        if problem.deterministic and not ORDERED:
             dq = dq_alone(problem, inputs, dout, dlse, out, softmax_lse)
             _launch(problem, inputs, dout, dlse, out, softmax_lse, None, dk, dv)
         else:
@@ -85,7 +88,9 @@ def _launch(
         num_tiles_m, num_tiles_n = cdiv(seqlen_q, block_m), cdiv(seqlen_k, block_n)
         num_heads, num_lanes, make = batch * num_kv_heads, batch * num_q_heads, descriptor
     stats = torch.empty(2, num_lanes * num_tiles_m, block_m, dtype=torch.float32, device=x.q.device)
-    sums = None
+    sums = turns = None
+    if dq is not None and problem.deterministic:
+        turns = torch.empty(num_lanes * num_tiles_m + 1, dtype=torch.int32, device=x.q.device)
     if dq is not None:
         shape = (num_lanes * num_tiles_m, block_m * block_d // 128, 128)
         sums = torch.empty(shape, dtype=torch.float32, device=x.q.device)
@@ -109,6 +114,7 @@ def _launch(
         dlse,
         *stats,
         sums,
+        turns,
         places[0],
         strides_of(as_batch(dout)),
         *places[1:],
@@ -125,6 +131,7 @@ def _launch(
         make(dv, block_n, block_d),
         None if sums is None else flat_descriptor(sums),
         *stats,
+        turns,
         x.cu_seqlens_q,
         x.cu_seqlens_k,
         problem.softmax_scale,
@@ -140,6 +147,7 @@ def _launch(
         num_tiles_n,
         num_heads,
         min(num_heads, max(1, L2_BYTES // row_bytes)),
+        num_lanes * num_tiles_m,
         BLOCK_M=block_m,
         BLOCK_D=block_d,
         STAGES=STAGES,
@@ -148,9 +156,10 @@ def _launch(
         HAS_RIGHT=problem.window_right >= 0,
         HAS_SOFTCAP=problem.softcap > 0.0,
         HAS_DQ=dq is not None,
+        ORDERED=turns is not None,
         num_warps=8,
     )
     if dq is not None:
         runtime.launch(finish_kernel, (num_lanes * num_tiles_m,))(
-            sums, dq, places[0], problem.softmax_scale, *places[1:], **constants, num_warps=4
+            sums, turns, dq, places[0], problem.softmax_scale, *places[1:], **constants, num_warps=4
         )

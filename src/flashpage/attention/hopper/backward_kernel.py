@@ -27,7 +27,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flashpage.attention.hopper.forward_producer import RAGGED_ROWS, fetch
 from flashpage.attention.hopper.forward_softmax import LOG2E, tanh
-from flashpage.attention.hopper.instructions import keep_where, release, tma_add
+from flashpage.attention.hopper.instructions import (
+    copies_done,
+    keep_where,
+    next_turn,
+    release,
+    tma_add,
+    wait_for_turn,
+)
 
 BLOCK_N = gl.constexpr(128)
 """Keys of a thread block."""
@@ -40,10 +47,10 @@ BLOCK_N = gl.constexpr(128)
 
 @gluon.jit
 def _find_keys(
-    num_tiles_n, num_heads, group_heads, num_kv_heads, batch, seqlen_q, seqlen_k,
+    number, num_tiles_n, num_heads, group_heads, num_kv_heads, batch, seqlen_q, seqlen_k,
     cu_q_ptr, cu_k_ptr, BLOCK_M: gl.constexpr, VARLEN: gl.constexpr,
 ):  # fmt: skip
-    """`(col_lo, sequence, kv_head, first_q, len_q, first_k, len_k, first_tile)` of this program.
+    """`(col_lo, sequence, kv_head, first_q, len_q, first_k, len_k, first_tile)` of this number.
 
     `group_heads` kv heads run side by side, low keys first: with a causal mask they have the most
     rows. VARLEN: num_heads are the kv heads of one sequence, and blocks of keys of all sequences
@@ -51,9 +58,9 @@ def _find_keys(
     first tile of rows. After the last sequence comes one without queries: the keys of none.
     """
     per_group = num_tiles_n * group_heads
-    group = gl.program_id(0) // per_group
+    group = number // per_group
     num_here = gl.minimum(group_heads, num_heads - group * group_heads)
-    within = gl.program_id(0) % per_group
+    within = number % per_group
     tile_n = within // num_here
     head = group * group_heads + within % num_here
     if VARLEN:
@@ -112,6 +119,17 @@ def _row_tiles(
 
 
 @gluon.jit
+def _row_tile(i, lo, hi, ORDERED: gl.constexpr):
+    """The tile that comes at place i of lo ... hi - 1. ORDERED: from the last one down, so that
+    blocks of keys that began together come to a tile together, and soon have their turn; from the
+    first one up, with a causal mask, a short block would wait for nearly all of the longest.
+    """
+    if ORDERED:
+        i = lo + hi - 1 - i
+    return i
+
+
+@gluon.jit
 def _lane(sequence, head, first_tile, num_q_heads, num_tiles_m, VARLEN: gl.constexpr):
     """The number of a sequence's and head's first tile of rows among all: sums of dQ, LSE and delta
     lie in such tiles."""
@@ -134,6 +152,7 @@ def _producer(
     num_q_heads, group_size, num_tiles_m, q_s, k_s, v_s, do_s, lse_s, delta_s,
     k_full, v_full, q_full, q_empty, do_full, do_empty,
     BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, VARLEN: gl.constexpr,
+    ORDERED: gl.constexpr,
 ):  # fmt: skip
     """Keep Q, dO, LSE and delta coming. One warp."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0])
@@ -144,7 +163,8 @@ def _producer(
     for member in range(group_size):
         head = kv_head * group_size + member
         tile = _lane(sequence, head, first_tile, num_q_heads, num_tiles_m, VARLEN)
-        for m in range(lo, hi):
+        for i in range(lo, hi):
+            m = _row_tile(i, lo, hi, ORDERED)
             stage = done % STAGES
             phase = (done // STAGES) & 1
             stats = (tile + m).to(gl.int64) * BLOCK_M + rows
@@ -171,20 +191,48 @@ def _producer(
 
 
 @gluon.jit
+def _first_block(m, len_q, len_k, window_left, BLOCK_M: gl.constexpr, HAS_LEFT: gl.constexpr):
+    """The first block of keys that sees a row of tile m."""
+    first = m * 0
+    if HAS_LEFT:
+        first = gl.maximum(m * BLOCK_M + (len_k - len_q - window_left), 0) // BLOCK_N
+    return first
+
+
+@gluon.jit
 def _adder(
-    dq_desc, sequence, kv_head, first_tile, lo, hi, num_q_heads, group_size, num_tiles_m,
-    dq_s, dq_full, dq_empty, VARLEN: gl.constexpr,
+    dq_desc, turns_ptr, sequence, kv_head, first_tile, col_lo, len_q, len_k, lo, hi, window_left,
+    num_q_heads, group_size, num_tiles_m, dq_s, dq_full, dq_empty,
+    BLOCK_M: gl.constexpr, VARLEN: gl.constexpr, HAS_LEFT: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
-    """Have each finished tile of dQ added to the sums in global memory. One warp."""
+    """Have each finished tile of dQ added to the sums in global memory. One warp.
+
+    ORDERED: in the order of the blocks of keys, told by a counter of each tile; the first one
+    writes. Blocks before this one have been started before it, so that none waits for one that can
+    not run.
+    """
     done = 0
     for member in range(group_size):
         head = kv_head * group_size + member
         tile = _lane(sequence, head, first_tile, num_q_heads, num_tiles_m, VARLEN)
-        for m in range(lo, hi):
+        for i in range(lo, hi):
+            m = _row_tile(i, lo, hi, ORDERED)
             mbarrier.wait(dq_full, done & 1)
-            tma_add(dq_desc, [tile + m, 0, 0], dq_s)
+            if ORDERED:
+                before = _first_block(m, len_q, len_k, window_left, BLOCK_M, HAS_LEFT)
+                turn = col_lo // BLOCK_N - before
+                wait_for_turn(turns_ptr + (tile + m), turn)
+                if turn == 0:
+                    tma.async_copy_shared_to_global(dq_desc, [tile + m, 0, 0], dq_s)
+                else:
+                    tma_add(dq_desc, [tile + m, 0, 0], dq_s)
+            else:
+                tma_add(dq_desc, [tile + m, 0, 0], dq_s)
             tma.store_wait(0)
             mbarrier.arrive(dq_empty, count=1)
+            if ORDERED:
+                copies_done()
+                next_turn(turns_ptr + (tile + m))
             done += 1
 
 
@@ -323,7 +371,7 @@ def _consumer(
     k_full, v_full, q_full, q_empty, do_full, do_empty, dq_full, dq_empty,
     BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, VARLEN: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
-    HAS_DQ: gl.constexpr,
+    HAS_DQ: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """All products. Two warpgroups, of 64 keys each; dQ of 64 rows they share by columns."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BLOCK_M, 16])
@@ -343,21 +391,33 @@ def _consumer(
         mbarrier.wait(v_full, 0)
     done = 0
     for _ in range(group_size):
-        for m in range(lo, full):
-            done, dk, dv = _step(
-                done, m * BLOCK_M, dk, dv, k, v, q_s, do_s, lse_s, delta_s, ds_s, dq_s,
-                q_full, q_empty, do_full, do_empty, dq_full, dq_empty,
-                col_lo, len_q, len_k, softmax_scale, softcap, window_left, window_right,
-                BLOCK_M, BLOCK_D, STAGES, S_LAYOUT, Q_LAYOUT, P_LAYOUT, True, HAS_LEFT, HAS_RIGHT,
-                HAS_SOFTCAP, HAS_DQ,
-            )  # fmt: skip
+        if not ORDERED:
+            for m in range(lo, full):
+                done, dk, dv = _step(
+                    done, m * BLOCK_M, dk, dv, k, v, q_s, do_s, lse_s, delta_s, ds_s, dq_s,
+                    q_full, q_empty, do_full, do_empty, dq_full, dq_empty,
+                    col_lo, len_q, len_k, softmax_scale, softcap, window_left, window_right,
+                    BLOCK_M, BLOCK_D, STAGES, S_LAYOUT, Q_LAYOUT, P_LAYOUT, True, HAS_LEFT,
+                    HAS_RIGHT, HAS_SOFTCAP, HAS_DQ,
+                )  # fmt: skip
         if not HAS_LEFT:
-            for m in range(full, hi):
+            for i in range(full, hi):
+                m = _row_tile(i, full, hi, ORDERED)
                 done, dk, dv = _step(
                     done, m * BLOCK_M, dk, dv, k, v, q_s, do_s, lse_s, delta_s, ds_s, dq_s,
                     q_full, q_empty, do_full, do_empty, dq_full, dq_empty,
                     col_lo, len_q, len_k, softmax_scale, softcap, window_left, window_right,
                     BLOCK_M, BLOCK_D, STAGES, S_LAYOUT, Q_LAYOUT, P_LAYOUT, False, HAS_LEFT,
+                    HAS_RIGHT, HAS_SOFTCAP, HAS_DQ,
+                )  # fmt: skip
+        if ORDERED:
+            for i in range(lo, full):
+                m = _row_tile(i, lo, full, ORDERED)
+                done, dk, dv = _step(
+                    done, m * BLOCK_M, dk, dv, k, v, q_s, do_s, lse_s, delta_s, ds_s, dq_s,
+                    q_full, q_empty, do_full, do_empty, dq_full, dq_empty,
+                    col_lo, len_q, len_k, softmax_scale, softcap, window_left, window_right,
+                    BLOCK_M, BLOCK_D, STAGES, S_LAYOUT, Q_LAYOUT, P_LAYOUT, True, HAS_LEFT,
                     HAS_RIGHT, HAS_SOFTCAP, HAS_DQ,
                 )  # fmt: skip
     _send(dv_desc, v_s, dv, sequence, first_k, len_k, col_lo, kv_head, BLOCK_D, VARLEN)
@@ -392,23 +452,25 @@ _NEVER_SPECIALISED = (
     "num_tiles_n",
     "num_heads",
     "group_heads",
+    "num_turns",
 )
 
 
 @gluon.jit(do_not_specialize=_NEVER_SPECIALISED)
 def backward_kernel(
-    q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, dq_desc, lse_ptr, delta_ptr,
+    q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, dq_desc, lse_ptr, delta_ptr, turns_ptr,
     cu_q_ptr, cu_k_ptr, softmax_scale, softcap, window_left, window_right, seqlen_q, seqlen_k,
     batch, num_q_heads, num_kv_heads, group_size, num_tiles_m, num_tiles_n, num_heads, group_heads,
-    BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, VARLEN: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
-    HAS_DQ: gl.constexpr,
+    num_turns, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+    VARLEN: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr, HAS_DQ: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """Grid: one program a block of keys and kv head.
 
     lse_ptr, delta_ptr, and dq_desc (float32 sums) come in tiles of BLOCK_M rows: num_tiles_m of
     each sequence and head, or VARLEN: of each head for all sequences, `cu_q[i] // BLOCK_M + i`
-    being the first of sequence i. HAS_DQ: else dQ is left out.
+    being the first of sequence i. ORDERED: dQ is summed in the order of the keys; turns_ptr is then
+    int32, 0, one of each such tile and one more. HAS_DQ: else dQ is left out.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     KEYS: gl.constexpr = _shape(None, BLOCK_N, BLOCK_D, VARLEN)
@@ -447,9 +509,12 @@ def backward_kernel(
     mbarrier.init(dq_full, count=256)
     mbarrier.init(dq_empty, count=1)
     fence_async_shared()
+    number = gl.program_id(0)
+    if ORDERED:  # as started, which programs need not be in the order of their numbers
+        number = gl.atomic_add(turns_ptr + num_turns, 1)
     col_lo, sequence, kv_head, first_q, len_q, first_k, len_k, first_tile = _find_keys(
-        num_tiles_n, num_heads, group_heads, num_kv_heads, batch, seqlen_q, seqlen_k, cu_q_ptr,
-        cu_k_ptr, BLOCK_M, VARLEN,
+        number, num_tiles_n, num_heads, group_heads, num_kv_heads, batch, seqlen_q, seqlen_k,
+        cu_q_ptr, cu_k_ptr, BLOCK_M, VARLEN,
     )  # fmt: skip
     lo, full, hi = _row_tiles(
         col_lo, len_q, len_k, window_left, window_right, BLOCK_M, HAS_LEFT, HAS_RIGHT
@@ -463,17 +528,18 @@ def backward_kernel(
                     hi, group_size, softmax_scale, softcap, window_left, window_right, q_s, k_s,
                     v_s, do_s, lse_s, delta_s, ds_s, dq_s, k_full, v_full, q_full, q_empty,
                     do_full, do_empty, dq_full, dq_empty, BLOCK_M, BLOCK_D, STAGES, VARLEN,
-                    HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_DQ,
+                    HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_DQ, ORDERED,
                 )),
                 (_producer, (
                     q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, col_lo, sequence,
                     kv_head, first_q, len_q, first_k, len_k, first_tile, lo, hi, num_q_heads,
                     group_size, num_tiles_m, q_s, k_s, v_s, do_s, lse_s, delta_s, k_full, v_full,
-                    q_full, q_empty, do_full, do_empty, BLOCK_M, BLOCK_D, STAGES, VARLEN,
+                    q_full, q_empty, do_full, do_empty, BLOCK_M, BLOCK_D, STAGES, VARLEN, ORDERED,
                 )),
                 (_adder, (
-                    dq_desc, sequence, kv_head, first_tile, lo, hi, num_q_heads, group_size,
-                    num_tiles_m, dq_s, dq_full, dq_empty, VARLEN,
+                    dq_desc, turns_ptr, sequence, kv_head, first_tile, col_lo, len_q, len_k, lo, hi,
+                    window_left, num_q_heads, group_size, num_tiles_m, dq_s, dq_full, dq_empty,
+                    BLOCK_M, VARLEN, HAS_LEFT, ORDERED,
                 )),
             ],
             [1, 1],
@@ -487,13 +553,13 @@ def backward_kernel(
                     hi, group_size, softmax_scale, softcap, window_left, window_right, q_s, k_s,
                     v_s, do_s, lse_s, delta_s, ds_s, dq_s, k_full, v_full, q_full, q_empty,
                     do_full, do_empty, dq_full, dq_empty, BLOCK_M, BLOCK_D, STAGES, VARLEN,
-                    HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_DQ,
+                    HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_DQ, ORDERED,
                 )),
                 (_producer, (
                     q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, col_lo, sequence,
                     kv_head, first_q, len_q, first_k, len_k, first_tile, lo, hi, num_q_heads,
                     group_size, num_tiles_m, q_s, k_s, v_s, do_s, lse_s, delta_s, k_full, v_full,
-                    q_full, q_empty, do_full, do_empty, BLOCK_M, BLOCK_D, STAGES, VARLEN,
+                    q_full, q_empty, do_full, do_empty, BLOCK_M, BLOCK_D, STAGES, VARLEN, ORDERED,
                 )),
             ],
             [1],

@@ -38,14 +38,17 @@ def _tile(
 
 @triton.jit(do_not_specialize=_COUNTS)
 def prepare_kernel(
-    out, dout, lse_ptr, dlse_ptr, lse2_ptr, delta_ptr, sums_ptr, cu_q_ptr, dout_strides,
+    out, dout, lse_ptr, dlse_ptr, lse2_ptr, delta_ptr, sums_ptr, turns_ptr, cu_q_ptr, dout_strides,
     num_tiles, num_q_heads, num_sequences, seqlen_q,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """Grid: one program a tile. sums_ptr: None where dQ is not summed; num_sequences: with the rows
-    after the last one if VARLEN. Rows that a tile has too many, and rows that see no key, get an
-    LSE that makes their P zero.
+    """Grid: one program a tile. sums_ptr: None where dQ is not summed; turns_ptr: None where it is
+    in any order; num_sequences: with the rows after the last one if VARLEN. Rows that a tile has
+    too many, and rows that see no key, get an LSE that makes their P zero.
     """
+    if turns_ptr is not None:
+        tl.store(turns_ptr + tl.program_id(0), 0)
+        tl.store(turns_ptr + tl.num_programs(0), 0)
     entry, head, first, row_lo, length = _tile(
         cu_q_ptr, num_tiles, num_q_heads, num_sequences, seqlen_q, BLOCK_M, VARLEN
     )
@@ -69,14 +72,15 @@ def prepare_kernel(
     stats = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     tl.store(lse2_ptr + stats, tl.where(lse == float("inf"), 1e30, lse * LOG2E))
     tl.store(delta_ptr + stats, delta)
-    if sums_ptr is not None:
+    if sums_ptr is not None and turns_ptr is None:
         elements = tile * (BLOCK_M * BLOCK_D) + tl.arange(0, BLOCK_M * BLOCK_D)
         tl.store(sums_ptr + elements, tl.zeros([BLOCK_M * BLOCK_D], tl.float32))
 
 
 @triton.jit(do_not_specialize=_COUNTS)
 def finish_kernel(
-    sums_ptr, dq, cu_q_ptr, softmax_scale, num_tiles, num_q_heads, num_sequences, seqlen_q,
+    sums_ptr, turns_ptr, dq, cu_q_ptr, softmax_scale,
+    num_tiles, num_q_heads, num_sequences, seqlen_q,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """Grid: as `prepare_kernel`. dq is contiguous."""
@@ -86,7 +90,12 @@ def finish_kernel(
     if row_lo >= length:
         return
     tile = tl.program_id(0).to(tl.int64)
-    x = tl.load(sums_ptr + tile * (BLOCK_M * BLOCK_D) + tl.arange(0, BLOCK_M * BLOCK_D))
+    elements = tile * (BLOCK_M * BLOCK_D) + tl.arange(0, BLOCK_M * BLOCK_D)
+    if turns_ptr is None:
+        x = tl.load(sums_ptr + elements)
+    else:  # rows that no block of keys came to have no sums
+        seen = tl.load(turns_ptr + tile) > 0
+        x = tl.load(sums_ptr + elements, mask=seen & (elements >= 0), other=0.0)
     # The order in which `backward_kernel` put registers, taken back.
     ROWS: tl.constexpr = BLOCK_M // 16
     COLUMNS: tl.constexpr = 8 // ROWS

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
 from math import gcd
 
 import torch
@@ -36,16 +35,48 @@ class Tiles:
     immediates: bool = False
     registers: tuple[int, int] = (240, 24)
     """of a thread of a consumer and of the producer"""
+    blocks: int = 1
+    """thread blocks that share a multiprocessor"""
+
+    @property
+    def registers_at_launch(self) -> int | None:
+        """Of a thread; None where one thread block takes all there are."""
+        if self.blocks == 1:
+            return None
+        return 65536 // (self.blocks * 128 * (self.consumers + 1)) // 8 * 8
 
 
-@cache
-def forward_tiles(block_d: int) -> Tiles:
-    """The table of tiles, by head_dim rounded up to a power of two."""
-    if block_d == 64:
-        return Tiles(consumers=3, block_n=128, stages=4, registers=(160, 32))
+TILES_64_SHORT = Tiles(
+    consumers=1,
+    block_n=64,
+    stages=2,
+    ping_pong=False,
+    immediates=True,
+    registers=(136, 24),
+    blocks=3,
+)
+TILES_64_LONG = Tiles(consumers=3, block_n=128, stages=4, immediates=True, registers=(160, 32))
+TILES_64 = replace(TILES_64_LONG, skip=True)
+TILES_128 = Tiles(consumers=2, block_n=128, stages=2, immediates=True)
+TILES_256 = Tiles(consumers=2, block_n=64, stages=2, out_in_q=True)
+TILES_256_MASKED = replace(TILES_256, skip=True, immediates=True)
+
+
+def forward_tiles(block_d: int, masked: bool, keys: int, paged: bool) -> Tiles:
+    """The table of tiles: by head_dim rounded up to a power of two, whether a causal mask or a
+    window hides keys, how many keys a row may see, and whether they lie in pages.
+
+    What each gave: docs/kernel_notes.md. Three small thread blocks a multiprocessor hide how each
+    tile begins and ends; tiles of 192 rows read keys less often. To pass by blocks costs a little
+    in each, and saves most where tiles are few blocks long.
+    """
     if block_d == 128:
-        return Tiles(consumers=2, block_n=128, stages=2)
-    return Tiles(consumers=2, block_n=64, stages=2, out_in_q=True)
+        return TILES_128
+    if block_d == 256:
+        return TILES_256_MASKED if masked else TILES_256
+    if masked and keys <= 1024 and not paged:
+        return TILES_64_SHORT
+    return TILES_64 if keys < 8192 else TILES_64_LONG
 
 
 def addressable(x: AttentionInputs) -> bool:
@@ -76,9 +107,12 @@ def forward(problem: Problem, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     return out, softmax_lse
 
 
-def tiles_for(problem: Problem, page: int) -> Tiles:
+def tiles_for(problem: Problem, max_seqlen_k: int, page: int) -> Tiles:
     """The tiles of a problem; `page` is the number of tokens in a page, 0 without pages."""
-    tiles = forward_tiles(max(64, next_power_of_2(problem.head_dim)))
+    block_d = max(64, next_power_of_2(problem.head_dim))
+    left, right = problem.window_left, problem.window_right
+    keys = min(max_seqlen_k, left + 1 + right) if left >= 0 and right >= 0 else max_seqlen_k
+    tiles = forward_tiles(block_d, left >= 0 or right >= 0, keys, page > 0)
     if page and page % tiles.block_n and tiles.consumers == 2:
         # One copy a page needs registers for the page ids.
         tiles = replace(tiles, registers=(232, 40))
@@ -95,7 +129,7 @@ def launch(
     """Fill out and softmax_lse; `tiles` in place of the table's, to compare them."""
     varlen = x.cu_seqlens_q is not None
     page = x.k.shape[1] if x.block_table is not None else 0
-    tiles = tiles or tiles_for(problem, page)
+    tiles = tiles or tiles_for(problem, x.max_seqlen_k, page)
     block_d = max(64, next_power_of_2(problem.head_dim))
     block_m = 64 * tiles.consumers
     chunk = gcd(page, tiles.block_n) if page else tiles.block_n
@@ -118,7 +152,7 @@ def launch(
     num_tiles = num_tiles_m * num_heads
     grid, counter = num_tiles, None
     if tiles.persistent:
-        grid = min(num_tiles, runtime.num_multiprocessors(x.q.device))
+        grid = min(num_tiles, tiles.blocks * runtime.num_multiprocessors(x.q.device))
         counter = torch.zeros(1, dtype=torch.int32, device=x.q.device)
     runtime.launch(forward_kernel, (grid,))(
         q_desc,
@@ -163,4 +197,5 @@ def launch(
         CONSUMER_REGISTERS=tiles.registers[0],
         PRODUCER_REGISTERS=tiles.registers[1],
         num_warps=4,
+        maxnreg=tiles.registers_at_launch,
     )

@@ -27,10 +27,12 @@ from flashpage.attention.hopper.instructions import (
     barrier_arrive,
     barrier_sync,
     hold_here,
+    pack_pairs,
     partial_sums,
     release,
     rescale_rows,
     scale_partial_sums,
+    unpack_pairs,
 )
 
 LN2 = gl.constexpr(0.6931471805599453)
@@ -72,7 +74,8 @@ def _step(
         gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT), use_acc=False, is_async=True,
     )  # fmt: skip
     mbarrier.wait(v_full.index(v_stage), v_phase)
-    acc = warpgroup_mma(p, v_s.index(v_stage).reshape([BLOCK_N, BLOCK_D]), acc, is_async=True)
+    left = unpack_pairs(p, v_s.dtype, P_LAYOUT)
+    acc = warpgroup_mma(left, v_s.index(v_stage).reshape([BLOCK_N, BLOCK_D]), acc, is_async=True)
     if PING_PONG:
         barrier_arrive(FIRST_BARRIER + (WARPGROUP + 1) % CONSUMERS, 256)
     s = warpgroup_mma_wait(1, deps=[s])
@@ -84,9 +87,9 @@ def _step(
     total = scale_partial_sums(total, alpha) + partial_sums(new_p)
     if LAZY:
         total = hold_here(total)
-    acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+    acc, left = warpgroup_mma_wait(0, deps=[acc, left])
     release(v_empty.index(v_stage))
-    p = gl.convert_layout(new_p.to(v_s.dtype), P_LAYOUT)
+    p = pack_pairs(new_p, v_s.dtype)
     alpha = gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))
     if LAZY:
         acc = rescale_rows(acc, alpha)
@@ -207,7 +210,7 @@ def _consumer(
             BLOCK_N, S_LAYOUT, True, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, False, IMMEDIATES,
         )  # fmt: skip
         total = partial_sums(new_p)
-        p = gl.convert_layout(new_p.to(v_s.dtype), P_LAYOUT)
+        p = pack_pairs(new_p, v_s.dtype)
         acc = gl.zeros([64, BLOCK_D], gl.float32, O_LAYOUT)
 
         # The right edge, what every row sees, the left edge.
@@ -246,7 +249,8 @@ def _consumer(
             release(q_empty.index(WARPGROUP))
         stage = blocks_done % STAGES
         mbarrier.wait(v_full.index(stage), (blocks_done // STAGES) & 1)
-        acc = warpgroup_mma(p, v_s.index(stage).reshape([BLOCK_N, BLOCK_D]), acc, is_async=True)
+        left = unpack_pairs(p, v_s.dtype, P_LAYOUT)
+        acc = warpgroup_mma(left, v_s.index(stage).reshape([BLOCK_N, BLOCK_D]), acc, is_async=True)
         blocks_done += 1
         row_sum = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, O_LAYOUT))
         nothing_seen = row_sum == 0.0
@@ -255,7 +259,7 @@ def _consumer(
         if RAW:
             top = top * (softmax_scale * LOG2E)
         lse = gl.where(nothing_seen, float("inf"), (top + gl.log2(row_sum)) * LN2)
-        acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+        acc, left = warpgroup_mma_wait(0, deps=[acc, left])
         release(v_empty.index(stage))
         out_s = o_s.index(WARPGROUP)
         if OUT_IN_Q:
@@ -350,7 +354,29 @@ def forward_kernel(
     mbarrier.init(tile_empty, count=CONSUMERS)
     fence_async_shared()
     # Arguments are spelled out: in a variable, compile-time values would cease to be such.
-    if CONSUMERS == 2:
+    if CONSUMERS == 1:
+        gl.warp_specialize(
+            [
+                (_consumer, (
+                    o_desc, lse_ptr, softmax_scale, softcap, window_left, window_right, seqlen_q,
+                    num_q_heads, q_s, k_s, v_s, o_s, tile_s, q_full, q_empty, k_full, k_empty,
+                    v_full, v_empty, tile_full, tile_empty, 0, CONSUMERS, BLOCK_N, BLOCK_D, STAGES,
+                    VARLEN, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PING_PONG, LAZY, OUT_IN_Q, SKIP,
+                    IMMEDIATES,
+                )),
+                (producer, (
+                    q_desc, k_desc, v_desc, counter_ptr, cu_q_ptr, cu_k_ptr, table_ptr,
+                    window_left, window_right, seqlen_q, seqlen_k, batch, num_q_heads, group_size,
+                    num_tiles_m, num_heads, group_heads, num_pages, stride_table, q_s, k_s, v_s,
+                    tile_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full,
+                    tile_empty, CONSUMERS, BLOCK_N, BLOCK_D, STAGES, CHUNK, VARLEN, PAGE, HAS_LEFT,
+                    HAS_RIGHT, PERSISTENT,
+                )),
+            ],
+            [1],
+            [PRODUCER_REGISTERS],
+        )  # fmt: skip
+    elif CONSUMERS == 2:
         gl.warp_specialize(
             [
                 (_consumer, (

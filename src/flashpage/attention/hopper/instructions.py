@@ -102,6 +102,36 @@ def scale_partial_sums(x, factor):
     return x * gl.convert_layout(factor, layout, assert_trivial=True)[:, None]
 
 
+@gluon.constexpr_function
+def _pack(dtype):
+    return f"cvt.rn.{'bf16' if dtype == gl.bfloat16 else 'f16'}x2.f32 $0, $2, $1;"
+
+
+@gluon.jit
+def pack_pairs(x, DTYPE: gl.constexpr):
+    """A tile of float32 rounded to 16 bits, two columns in an int32: what a loop carries so costs
+    neither the registers nor the instructions of single 16-bit numbers. No data moves."""
+    low, high = gl.split(x.reshape([x.shape[0], x.shape[1] // 2, 2]))
+    return gl.inline_asm_elementwise(
+        _pack(DTYPE), "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def unpack_pairs(x, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """What `pack_pairs` packed, as the left operand of a matrix product."""
+    twice = gl.join(x, x).reshape([x.shape[0], x.shape[1] * 2])
+    if gl.bfloat16 == DTYPE:
+        pairs = gl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r,r", [twice], dtype=gl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        pairs = gl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r,r", [twice], dtype=gl.float16, is_pure=True, pack=2
+        )
+    return gl.convert_layout(pairs, LAYOUT, assert_trivial=True)
+
+
 @builtin
 def tma_add(desc, coord, source, _semantic=None):
     """Add a tile in shared memory to one in global memory, asynchronously, as a store by `tma`."""
@@ -145,3 +175,33 @@ def keep_where(x, distance, STEP: gl.constexpr, OTHER: gl.constexpr):
         is_pure=True,
         pack=N,
     )
+
+
+@gluon.jit
+def copies_done():
+    """Wait until what this warp wrote by the accelerator has reached global memory (`store_wait`
+    waits until it was read from shared memory), before other instructions tell others of it."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; fence.proxy.async; bar.warp.sync 0xffffffff; mov.u32 $0, 0;",
+        "=r",
+        [],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def wait_for_turn(ptr, turn):
+    """Until the counter at ptr reaches turn; writes by the accelerator come after."""
+    while gl.atomic_add(ptr, 0, sem="acquire") < turn:
+        pass
+    gl.inline_asm_elementwise(
+        "fence.proxy.async; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def next_turn(ptr):
+    """Let the next one come, after all that this warp did."""
+    gl.atomic_add(ptr, 1, sem="release")

@@ -2,18 +2,21 @@
 
 Everything here is known on the host. `dispatch.only("hopper")` asks for the kernels elsewhere too.
 
-The backward has not run on a GPU yet. The forward, measured on one H200 in bfloat16
-(docs/benchmarks.md, "Hopper forward"), TFLOP/s over those of `triton/` in the same run:
+Measured on H200s in bfloat16 (docs/benchmarks.md, "Hopper forward" and "Hopper backward"), TFLOP/s
+over those of `triton/` in the same run. The forward:
 
-- head_dim 128: 1.30-1.38 full and 1.15-1.34 causal from S 512 on; varlen 1.25 and 1.21; pages of 16
+- head_dim 64: 1.01-1.21 full and 1.09-1.17 causal from S 512 on; head_dim 32, causal at S 4096,
+  0.83, with the tiles before.
+- head_dim 128: 1.33-1.42 full and 1.30-1.43 causal from S 512 on; varlen 1.25 and 1.21; pages of 16
   1.51-1.76 and of 256 1.18-1.34 (pages of 64 were only tested); a window of 1024 1.35; head_dim 80
   and 96, causal at S 4096, 1.32 and 1.41; softcap 0.68.
-- head_dim 256: 1.37-1.50 full, 1.17-1.50 causal; varlen 1.37 and 1.59; head_dim 192, causal at S
+- head_dim 256: 1.41-1.82 full, 1.33-1.87 causal; varlen 1.37 and 1.59; head_dim 192, causal at S
   4096, 1.39; softcap 1.14.
-- head_dim 64: full 0.90 and 0.94 at S 512 and 1024, 1.07-1.18 from 2048 on; causal 0.72-0.98 up to
-  S 4096, 1.05 and 1.09 from 8192 on; head_dim 32, causal at S 4096, 0.83.
 - one sequence of 32 heads, head_dim 128, causal: 0.80 and 0.83 with S 128 and 256 (at most 64 tiles
   of 128 rows for 132 multiprocessors), 1.06 with S 1024.
+
+The backward, as many query as kv heads, no windows, S from 1024 on: head_dim 64 1.12-1.34, head_dim
+128 1.29-1.44; with `deterministic=True` 1.02-1.09 and 1.00-1.07.
 """
 
 from __future__ import annotations
@@ -22,44 +25,55 @@ from flashpage.attention.dispatch import AttentionInputs
 from flashpage.attention.problem import Function, Problem
 from flashpage.attention.triton.arguments import cdiv
 
-FEWEST = 512
+FEWEST = {"forward": 512, "backward": 1024}
 """No shorter lengths were measured where there are many tiles, neither of queries nor of keys."""
-FEWEST_KEYS_64 = 2048
-FEWEST_KEYS_64_MASKED = 8192
-"""The same for keys with head_dim up to 64; and where a causal mask or a window hides some."""
-TILE_ROWS = 128
-"""Fewer tiles of so many rows than multiprocessors leave some idle, where `triton/` has smaller
-ones, and cuts the keys in parts."""
+FEWEST_KEYS_64_PAGED = 2048
+FEWEST_KEYS_64_PAGED_MASKED = 8192
+"""The same for keys in pages with head_dim up to 64, where only earlier tiles were measured, and
+without pages; and where a causal mask or a window hides some."""
+TILE = 128
+"""Fewer tiles of so many rows (in the backward: keys) than multiprocessors leave some idle, where
+`triton/` has smaller ones, and cuts the keys in parts."""
 
 
 def why_slower(problem: Problem, function: Function) -> str | None:
     """Why `triton/` is the faster one whatever the lengths, None if it is not."""
-    if function == "backward":
-        return "has not been measured in the backward: serves it by name"
     if problem.head_dim <= 32:
         return "is slower than triton with head_dim up to 32"
-    if problem.softcap > 0.0 and problem.head_dim <= 128:
+    if function == "backward":
+        if problem.softcap > 0.0 or problem.window_left >= 0 or problem.window_right > 0:
+            return "was not measured with softcap or windows in the backward: serves it by name"
+    elif problem.softcap > 0.0 and problem.head_dim <= 128:
         return "is slower than triton with softcap and head_dim up to 128"
     return None
 
 
-def fewest_keys(problem: Problem) -> int:
+def fewest_keys(problem: Problem, function: Function) -> int:
     """Keys that the rows of the longest sequence must see for these kernels to be the faster."""
-    if problem.head_dim > 64:
-        return FEWEST
+    if problem.head_dim > 64 or problem.layout != "paged":
+        return FEWEST[function]
     masked = problem.window_left >= 0 or problem.window_right >= 0
-    return FEWEST_KEYS_64_MASKED if masked else FEWEST_KEYS_64
+    return FEWEST_KEYS_64_PAGED_MASKED if masked else FEWEST_KEYS_64_PAGED
 
 
-def slower_here(problem: Problem, x: AttentionInputs, num_multiprocessors: int) -> bool:
+def slower_here(
+    problem: Problem, function: Function, x: AttentionInputs, num_multiprocessors: int
+) -> bool:
     """Whether `triton/` is the faster one for these lengths, where `why_slower` says nothing."""
     keys = x.max_seqlen_k
     if problem.window_left >= 0 and problem.window_right >= 0:
         keys = min(keys, problem.window_left + 1 + problem.window_right)
+    tiled, num_heads = (
+        (x.q, problem.num_q_heads) if function == "forward" else (x.k, problem.num_kv_heads)
+    )
     if x.cu_seqlens_q is None:
-        batch, rows = x.q.shape[0], x.q.shape[1]
+        batch, rows, length = x.q.shape[0], x.q.shape[1], tiled.shape[1]
     else:
         batch = x.cu_seqlens_q.shape[0] - 1
-        rows = x.q.shape[0] // batch  # in the mean
-    tiles = batch * cdiv(rows, TILE_ROWS) * problem.num_q_heads
-    return rows < FEWEST or keys < fewest_keys(problem) or tiles < num_multiprocessors
+        rows, length = x.q.shape[0] // batch, tiled.shape[0] // batch  # in the mean
+    tiles = batch * cdiv(length, TILE) * num_heads
+    return (
+        rows < FEWEST[function]
+        or keys < fewest_keys(problem, function)
+        or tiles < num_multiprocessors
+    )
