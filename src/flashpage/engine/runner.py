@@ -267,7 +267,8 @@ class Runner:
         hidden = self._model(ids, torch.zeros_like(ids), self._kv_cache, metadata)
         logits = self._model.compute_logits(hidden[-1:])
         nothing = torch.zeros(1, device=self._device)
-        sample_plain(logits, nothing, nothing, nothing.double(), nothing.int(), nothing)
+        double = nothing.double()
+        sample_plain(logits, nothing, nothing, double, nothing.int(), double)
 
     def _replay(
         self, graphs: StepGraphs, shape: Shape, decodes: list[Chunk], others: list[Chunk]

@@ -140,7 +140,7 @@ def sample_plain(
         min_p: float32 `[num_rows]`, 0 = off.
         uniform: float64 `[num_rows]` in [0, 1), the rows' random numbers.
         top_k: int32 `[num_rows]`, 0 = off.
-        top_p: float32 or float64 `[num_rows]`, above 0, 1 = off.
+        top_p: float64 (or float32) `[num_rows]`, above 0, 1 = off.
 
     Returns:
         int64 `[num_rows]`, -1 where `sample` gives an error.
