@@ -23,11 +23,11 @@ LIST = 4096
 _WARPS = 8
 
 _WAYS: tl.constexpr = tl.constexpr(8)
-_UNIT: tl.constexpr = tl.constexpr(2.0**35)
+_UNIT: tl.constexpr = tl.constexpr(2.0**37)
 """of weights that are added up as integers: the sum is exact, in whatever order"""
-_TOKEN_BIT: tl.constexpr = tl.constexpr(49)
-"""above the weights of up to 2^13 tokens"""
-_TOKEN: tl.constexpr = tl.constexpr(1 << 49)
+_TOKEN_BIT: tl.constexpr = tl.constexpr(50)
+"""above the weights of up to 2^12 tokens"""
+_TOKEN: tl.constexpr = tl.constexpr(1 << 50)
 
 
 @triton.jit
