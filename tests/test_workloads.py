@@ -149,7 +149,9 @@ def test_a_batch_that_does_not_fit_is_told_and_not_measured(options):
     assert rows[-1] == {"case": "batch 13", "not_measured": "needs 416 pages, the cache has 200"}
 
 
-def test_ablation_switches_one_thing_off_at_a_time(options, monkeypatch):
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_ablation_switches_one_thing_off_at_a_time(on_gpu, options, monkeypatch):
+    monkeypatch.setattr(Options, "on_gpu", on_gpu)
     seen = []
     make_llm = Options.make_llm
     launch = Runner.launch
@@ -167,14 +169,9 @@ def test_ablation_switches_one_thing_off_at_a_time(options, monkeypatch):
     monkeypatch.setattr(Options, "make_llm", spied)
     monkeypatch.setattr(Runner, "launch", launching)
     rows = workloads.ablation(options)
-    assert seen == [
-        {},
-        {"enforce_eager": True},
-        {"overlap": False},
-        {"enable_prefix_caching": False},
-        {},
-    ]
-    assert kernels == [{True}] * 4 + [{False}]
+    graphs_and_overlap = [{"enforce_eager": True}, {"overlap": False}] if on_gpu else []
+    assert seen == [{}, *graphs_and_overlap, {"enable_prefix_caching": False}, {}]
+    assert kernels == [{True}] * (len(seen) - 1) + [{False}]
     assert fused.kernels_enabled()
     assert [row["of_all_on"] for row in rows] == pytest.approx(
         [row["tokens_per_s"] / rows[0]["tokens_per_s"] for row in rows]
@@ -198,6 +195,7 @@ def test_start_times_processes_that_generate_a_token(options, monkeypatch, capsy
         return generate(self, *arguments, **named)
 
     monkeypatch.setattr(workloads, "_seconds_to_first_token", run_here)
+    monkeypatch.setattr(Options, "on_gpu", True)
     monkeypatch.setattr(Engine, "warm_up", lambda self: warmed.append(self) or warm_up(self))
     monkeypatch.setattr(LLM, "generate", generating)
     rows = workloads.start(Options(**(vars(options) | {"rounds": 3})))
@@ -209,8 +207,8 @@ def test_start_times_processes_that_generate_a_token(options, monkeypatch, capsy
     assert [config.enforce_eager for config in engines] == [False] * 6 + [True] * 3
     assert {config.block_size for config in engines} == {4}
     assert len(warmed) == 3
-    (first, *_) = workloads.start(options)
-    assert first["later_s"] is None
+    monkeypatch.setattr(Options, "on_gpu", False)
+    assert workloads.start(options) == [{"case": "first token", "first_s": 10.0, "later_s": None}]
 
 
 def test_a_process_is_timed_until_its_first_token_and_not_until_its_end():
@@ -219,7 +217,10 @@ def test_a_process_is_timed_until_its_first_token_and_not_until_its_end():
     seconds = workloads._seconds_to_first_token(source)
     assert time.perf_counter() - began - seconds > 1
     assert seconds > 0
-    for source, word in (("print('else')", ""), ("raise SystemExit('no model')", "no model")):
+    for source, word in (
+        ("print('else')", "exit status 0"),
+        ("import sys; print('much\\n' * 99, file=sys.stderr); sys.exit('no model')", "no model$"),
+    ):
         with pytest.raises(ArgumentError, match=f"a process with this model fails: {word}"):
             workloads._seconds_to_first_token(source)
 

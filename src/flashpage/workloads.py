@@ -46,6 +46,14 @@ class Options:
     def sized(self, number: int) -> int:
         return max(1, round(number * self.scale))
 
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the model will run on a GPU."""
+        import torch
+
+        device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device(device).type == "cuda"
+
     def make_llm(self, **arguments: Any) -> LLM:
         import torch
 
@@ -181,18 +189,21 @@ print({first_token!r}, flush=True)
 
 
 def start(options: Options) -> list[Row]:
-    """W3: from the start of a process to its first token: with graphs captured when needed, with
-    those of `Engine.warm_up` captured before, and without graphs.
+    """W3: from the start of a process to its first token; on a GPU with graphs captured when
+    needed, with those of `Engine.warm_up` captured before, and without graphs.
 
     A process finds compiled kernels on the disk if one before it, of an earlier row too, left
     them there: only the first figure of all can hold compiling.
     """
     rows = []
-    for case, engine, warm_up in (
-        ("graphs when needed", {}, False),
-        ("graphs before", {}, True),
-        ("enforce_eager", {"enforce_eager": True}, False),
-    ):
+    cases: list[tuple[str, dict[str, Any], bool]] = [("first token", {}, False)]
+    if options.on_gpu:
+        cases = [
+            ("graphs when needed", {}, False),
+            ("graphs before", {}, True),
+            ("enforce_eager", {"enforce_eager": True}, False),
+        ]
+    for case, engine, warm_up in cases:
         seconds = []
         for _ in range(options.rounds):
             options.progress(f"starting a process, {case}")
@@ -225,7 +236,8 @@ def _seconds_to_first_token(source: str) -> float:
                     seconds = time.perf_counter() - began
         if process.returncode != 0 or seconds is None:
             errors.seek(0)
-            raise ArgumentError(f"a process with this model fails: {errors.read()[-500:]}")
+            told = errors.read().strip().splitlines() or [f"exit status {process.returncode}"]
+            raise ArgumentError(f"a process with this model fails: {told[-1]}")
     return seconds
 
 
@@ -270,12 +282,9 @@ def sweep(options: Options) -> list[Row]:
 
 def _prefill_steps(options: Options, batch: int, max_num_seqs: int, prompt: int) -> int:
     """Steps at most until all of a batch have their first token: decodes go first in each."""
-    import torch
-
     from flashpage.engine.llm import CPU_DEFAULTS, GPU_DEFAULTS
 
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    defaults = CPU_DEFAULTS if torch.device(device).type == "cpu" else GPU_DEFAULTS
+    defaults = GPU_DEFAULTS if options.on_gpu else CPU_DEFAULTS
     budget = options.engine.get("max_num_batched_tokens", defaults.max_num_batched_tokens)
     return -(-batch * prompt // max(1, budget - max_num_seqs)) + 8
 
@@ -417,7 +426,7 @@ def pressure(options: Options) -> list[Row]:
 
 
 def ablation(options: Options) -> list[Row]:
-    """The mixed workload with one thing switched off at a time."""
+    """The mixed workload with one thing switched off at a time, of those that this device has."""
     from flashpage.layers.fused import without_kernels
 
     asks = mixed_asks(options)
@@ -430,6 +439,8 @@ def ablation(options: Options) -> list[Row]:
         ("no prefix cache", {"enable_prefix_caching": False}, nullcontext()),
         ("no fused kernels", {}, without_kernels()),
     ):
+        if name in ("no graphs", "no overlap") and not options.on_gpu:
+            continue
         options.progress(name)
         with kernels:
             llm, warm_up = _ready(options, max_model_len=longest, **off)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+import threading
 from dataclasses import replace
 
 import pytest
@@ -118,6 +119,39 @@ def test_chat_takes_only_chats(make_llm):
     for messages in ([], "hi", ["hi"], [[1, 2]], [None], [CHAT, []], CHAT[0], 5, None, {}):
         with pytest.raises(RequestError, match=r"message 0|a chat is"):
             make_llm().chat(messages, GREEDY)
+
+
+def test_threads_take_turns(make_llm):
+    llm = make_llm(num_blocks=200)
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    prompts = [[[40 + i, 50 + j, 60] for j in range(3)] for i in range(6)]
+    expected = [[o.token_ids for o in llm.generate(p, params)] for p in prompts]
+    llm.engine.clear_prefix_cache()
+    got: list = [None] * len(prompts)
+    ready = threading.Barrier(len(prompts))
+
+    def work(i: int) -> None:
+        ready.wait()
+        if i % 2:
+            got[i] = [o.token_ids for o in llm.generate(prompts[i], params)]
+        else:
+            pieces = [list(llm.stream(p, params)) for p in prompts[i]]
+            got[i] = [[t for piece in x for t in piece.token_ids] for x in pieces]
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert got == expected
+    llm.engine.check()
+    assert llm.engine.stats().pages_used == 0
+
+
+@pytest.mark.parametrize("threads", [0, 10**5])
+def test_a_number_of_threads_that_no_machine_has(threads, make_llm):
+    with pytest.raises(ArgumentError, match=f"threads = {threads} "):
+        make_llm(threads=threads)
 
 
 def test_it_says_what_it_is(make_llm):

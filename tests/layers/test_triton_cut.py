@@ -214,4 +214,5 @@ def test_of_equally_likely_tokens_the_host_and_the_device_keep_as_many(vocab_siz
     zeros, ones = torch.zeros(2), torch.ones(2)
     wishes = (ones, zeros, uniform, zeros.int(), torch.full((2,), top_p, dtype=torch.float64))
     assert sampler.sample_plain_torch(logits, *wishes).tolist() == by_host
-    assert triton_sampler.sample_plain(logits, *wishes).tolist() == by_host
+    there = [x.to(DEVICE) for x in (logits, *wishes)]
+    assert triton_sampler.sample_plain(*there).tolist() == by_host

@@ -408,6 +408,10 @@ def resolve_cache_seqlens(q: Tensor, cache_seqlens: int | Tensor | None, capacit
         check_device(q, cache_seqlens=cache_seqlens)
         check_shape("cache_seqlens", cache_seqlens, (batch,), "(batch,)")
         return cache_seqlens
+    if isinstance(cache_seqlens, (list, tuple)):
+        raise ArgumentError(
+            f"cache_seqlens must be an integer or an int32 tensor (batch,), got {cache_seqlens!r}"
+        )
     length = capacity if cache_seqlens is None else as_int("cache_seqlens", cache_seqlens)
     if not 0 <= length <= capacity:
         raise ArgumentError(

@@ -1,8 +1,8 @@
 """The step-level engine for servers: requests in, one step at a time, outputs out.
 
 `step = schedule -> launch -> wait -> postprocess`. With `overlap` a step waits for the one before
-it, which ran meanwhile, and leaves its own running. An engine belongs to one thread: it takes no
-locks, so concurrent callers must hand their requests to the thread that steps.
+it, which ran meanwhile, and leaves its own running. Threads take turns: whoever adds or aborts a
+request while another thread steps waits for the step's end.
 
 What can go wrong in a step: an exception in the model leaves every request as it was before the
 step, to be stepped again. Logits that are not numbers, or a tokenizer that raises when it decodes
@@ -14,6 +14,8 @@ steps too.
 
 from __future__ import annotations
 
+import functools
+import threading
 import time
 from array import array
 from collections import deque
@@ -21,6 +23,7 @@ from collections.abc import Callable, Mapping, Set
 from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
 from operator import index as as_int
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from torch import nn
@@ -40,6 +43,19 @@ from flashpage.engine.stats_log import StatsLog
 from flashpage.engine.values import show
 from flashpage.errors import RequestError
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _in_turn(method: Method) -> Method:
+    """One thread at a time."""
+
+    @functools.wraps(method)
+    def call(self: Engine, *args: Any, **kwargs: Any) -> Any:
+        with self._turn:
+            return method(self, *args, **kwargs)
+
+    return cast("Method", call)
+
 
 class Engine:
     """Runs many requests at once on one paged KV cache.
@@ -54,6 +70,7 @@ class Engine:
     """
 
     def __init__(self, model: nn.Module, tokenizer: Decoder | None, config: EngineConfig) -> None:
+        self._turn = threading.RLock()
         self.config = config
         self.tokenizer = tokenizer
         self.vocab_size: int = model.config.vocab_size
@@ -76,6 +93,7 @@ class Engine:
         self._step_seconds = 0.0
         self._stats_log = None if config.log_stats is None else StatsLog(config.log_stats)
 
+    @_in_turn
     def add_request(
         self,
         request_id: str,
@@ -155,6 +173,7 @@ class Engine:
             raise RequestError(f"stop = {show(params.stop)} needs an engine with a tokenizer")
         return token_ids, self._check_length(len(token_ids), params)
 
+    @_in_turn
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request and free its pages at once.
 
@@ -169,6 +188,7 @@ class Engine:
         self._undelivered = [x for x in self._undelivered if x.request_id != request_id]
         return request.report()
 
+    @_in_turn
     def step(self) -> list[RequestOutput]:
         """Compute one batch; returns the requests that gained a token or ended.
 
@@ -187,11 +207,13 @@ class Engine:
         outputs, self._undelivered = self._undelivered, []
         return outputs
 
+    @_in_turn
     def warm_up(self) -> None:
         """Compile and load every kernel and capture every CUDA graph now rather than when a
         request first needs them. Does nothing on a CPU."""
         self._runner.warm_up()
 
+    @_in_turn
     def clear_prefix_cache(self) -> None:
         """Forget which pages hold which tokens, so that no later request can share them."""
         if self._scheduler.prefix_cache is not None:
@@ -221,6 +243,7 @@ class Engine:
             wait_seconds=self._runner.wait_seconds,
         )
 
+    @_in_turn
     def check(self) -> None:
         """Prove the engine's promises about its pages; `AssertionError` if one is broken."""
         self._scheduler.check()

@@ -63,7 +63,7 @@ LONG_RUN = 10_000
 
 
 class LLM:
-    """A model, ready to generate. Belongs to one thread, as its `engine` does.
+    """A model, ready to generate; for any number of threads, whose requests then run together.
 
     Args:
         model: what `flashpage.weights.load.load_model` takes: a directory, a .gguf file, a Hub id,
@@ -122,6 +122,12 @@ class LLM:
         check_log_stats(log_stats)
         if threads is not None:
             check_size("threads", threads)
+            most = max(64, 4 * (os.cpu_count() or 1))
+            if threads > most:
+                raise ArgumentError(
+                    f"threads = {show(threads)} is more than {most}: this machine has "
+                    f"{os.cpu_count()} processors"
+                )
             torch.set_num_threads(threads)
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
