@@ -182,8 +182,10 @@ def test_options(name, seqlen_q, block_size):
 )
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_heads(heads, dtype):
+    # Of few numbers the one that the error is compared with may happen to have nearly none.
+    lengths = [17, 0] * (12 if heads[2] == 1 else 1)
     call = Call(
-        [17, 0], seqlen_q=2, heads=heads, block_size=16, dtype=dtype, options={"causal": True}
+        lengths, seqlen_q=2, heads=heads, block_size=16, dtype=dtype, options={"causal": True}
     )
     call.check()
     replace(call, block_size=None, tile=None).check()
