@@ -12,8 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from flashpage.engine import runner
 from flashpage.engine.config import EngineConfig
 from flashpage.engine.cuda_graph import FEW_CHUNKS, FEW_TOKENS, LONE_TOKENS, Inputs, Ladder, Shape
+from flashpage.engine.plain_sampling import plain_sampling
+from flashpage.engine.request import Request
 from flashpage.engine.sampling_params import SamplingParams
 from flashpage.engine.seeds import mix_seed, mix_seeds
 from graphs import LLAMA, Again, make_engine, run
@@ -170,3 +173,28 @@ def test_seeds_are_mixed_as_one_by_one():
     indexes = [rng.randrange(1 << 20) for _ in seeds]
     mixed = mix_seeds(np.array(seeds, np.uint64), np.array(indexes, np.uint64))
     assert mixed.tolist() == [mix_seed(s, i) for s, i in zip(seeds, indexes, strict=True)]
+
+
+def test_the_host_and_the_device_are_told_the_same_wishes():
+    """Whether a token is asked for with its log-probability must not change it."""
+    rng = random.Random(2)
+    wishes = [
+        {"temperature": rng.uniform(0.1, 2), "min_p": rng.random(), "top_p": 1 - rng.random()}
+        for _ in range(40)
+    ]
+    wishes += [{"min_p": 1 - 1e-9, "top_p": 0.1}, {"temperature": 1e-9, "top_p": 1 - 1e-9}]
+    for i, wish in enumerate(wishes):
+        prompt = [7] * rng.randint(1, 30)
+        params = SamplingParams(
+            **wish, top_k=rng.choice([-1, 0, 5]), seed=rng.randrange(-9, 1 << 70)
+        )
+        request = Request(
+            str(i), None, prompt, params, max_tokens=9, seed=params.seed, tokenizer=None
+        )
+        (sequence,) = request.sequences
+        sequence.token_ids += [8] * rng.randrange(5)
+        by_host = runner._row_sampling(sequence, frozenset())
+        by_device = plain_sampling([sequence], [len(sequence.token_ids)])
+        for name in ("uniform", "top_p", "min_p", "top_k"):
+            assert getattr(by_device, name).item() == getattr(by_host, name), name
+        assert by_device.temperature.item() == np.float32(by_host.temperature)

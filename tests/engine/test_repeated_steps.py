@@ -129,24 +129,27 @@ class Interrupted(Again):
         return Graph(), result
 
 
-@pytest.mark.parametrize("has_run", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("number", range(1, 8))
-def test_a_replay_that_is_interrupted_can_be_repeated(number, has_run):
-    """The host can not tell whether it ran: an interrupt is raised when a call returns."""
+def plain_and_penalized():
+    """Requests, and the tokens that they give without graphs and overlap."""
     plain = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     penalized = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, **PENALIZED)
     requests = [([5, 6, 7], plain), ([8, 9], penalized), ([10], plain)]
     expected = run(make_engine(LLAMA), requests)
+    return requests, expected
+
+
+@pytest.mark.parametrize("has_run", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("number", range(1, 8))
+def test_a_replay_that_is_interrupted_can_be_repeated(number, has_run):
+    """The host can not tell whether it ran: an interrupt is raised when a call returns."""
+    requests, expected = plain_and_penalized()
     engine = make_engine(LLAMA, Interrupted(number, has_run), overlap=True)
     assert run(engine, requests, KeyboardInterrupt, num_errors=1) == expected
 
 
 @pytest.mark.parametrize("number", range(1, 8))
 def test_a_replay_that_never_began_leaves_the_step_before_it(number, monkeypatch):
-    plain = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
-    penalized = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, **PENALIZED)
-    requests = [([5, 6, 7], plain), ([8, 9], penalized), ([10], plain)]
-    expected = run(make_engine(LLAMA), requests)
+    requests, expected = plain_and_penalized()
     engine = make_engine(LLAMA, Again(), overlap=True)
     replay, calls = StepGraphs.replay, [0]
 

@@ -24,7 +24,7 @@ from flashpage.engine.cuda_graph import Capture, Ladder, Shape, StepGraphs, cuda
 from flashpage.engine.plain_sampling import Penalties, penalties_of, plain_sampling, to_device
 from flashpage.engine.request import Sequence
 from flashpage.engine.scheduler import Chunk
-from flashpage.engine.seeds import mix_seed
+from flashpage.engine.seeds import mix_seed, uniform
 from flashpage.engine.token_counts import TokenCounts
 from flashpage.layers.attention import (
     SequenceSlice,
@@ -507,7 +507,7 @@ def _row_sampling(sequence: Sequence, eos_token_ids: frozenset[int]) -> RowSampl
         seen = [*sequence.request.prompt_token_set, *sequence.output_counts]
     return RowSampling(
         temperature=0.0 if params.is_greedy else params.temperature,
-        uniform=(mix_seed(sequence.seed, sequence.num_chosen_tokens) >> 11) / (1 << 53),
+        uniform=uniform(mix_seed(sequence.seed, sequence.num_chosen_tokens)),
         top_k=max(params.top_k, 0),
         top_p=params.top_p,
         min_p=float(np.float32(params.min_p)),  # as on the device

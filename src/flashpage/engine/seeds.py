@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 MASK_64 = (1 << 64) - 1
@@ -24,6 +26,6 @@ def mix_seeds(seeds: np.ndarray, indexes: np.ndarray) -> np.ndarray:
     return z ^ (z >> np.uint64(31))
 
 
-def uniform(mixed: np.ndarray) -> np.ndarray:
-    """float64 in [0, 1) of 64-bit numbers."""
-    return (mixed >> np.uint64(11)) / float(1 << 53)
+def uniform(mixed: Any) -> Any:
+    """A float64 in [0, 1) of a 64-bit number, or of each of an array: its first 53 bits."""
+    return (mixed >> 11) / (1 << 53)
