@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +40,7 @@ class Options:
     scale: float = 1.0
     seed: int = 0
     engine: dict[str, Any] = field(default_factory=dict)
-    """more arguments of `LLM`"""
+    """more arguments of `LLM`, of which those that a workload is about are its own"""
     progress: Callable[[str], None] = lambda line: None
 
     def sized(self, number: int) -> int:
@@ -70,7 +70,7 @@ class Options:
             dtype=self.dtype,
             device=self.device,
             seed=self.seed,
-            **(arguments | self.engine),
+            **(self.engine | arguments),
         )
 
 
@@ -328,11 +328,8 @@ def prefix(options: Options) -> list[Row]:
     asks = random_asks(options, options.sized(256), own, new, common)
     rows = []
     for case, enabled in (("on", True), ("off", False)):
-        engine = {k: v for k, v in options.engine.items() if k != "enable_prefix_caching"}
         llm, _ = _ready(
-            replace(options, engine=engine),
-            max_model_len=len(common) + own + new,
-            enable_prefix_caching=enabled,
+            options, max_model_len=len(common) + own + new, enable_prefix_caching=enabled
         )
         played = _rounds(options, llm, asks)
         stats = played[-1].stats
