@@ -87,6 +87,7 @@ class Engine:
         # Of a step that was interrupted while it waited for another: the next one returns them.
         self._undelivered: list[RequestOutput] = []
         self._requests: dict[str, Request] = {}
+        self._stepwise: dict[str, Request] = {}  # of them, those that may wait for their own steps
         self._num_requests = 0
         self._num_generated = 0
         self._num_steps = 0
@@ -140,6 +141,8 @@ class Engine:
             raise RequestError(f"the tokenizer can not decode the prompt: {show(error)}") from error
         self._num_requests += 1
         self._requests[request_id] = request
+        if request.waits_for_steps:
+            self._stepwise[request_id] = request
         self._scheduler.add(request.sequences[:1])
 
     def check_request(
@@ -182,6 +185,7 @@ class Engine:
         request = self._requests.pop(request_id, None)
         if request is None:
             return None
+        self._stepwise.pop(request_id, None)
         for sequence in request.sequences:
             if not sequence.is_finished:
                 self._finish_early(sequence, "abort")
@@ -260,9 +264,13 @@ class Engine:
         """Whether the next step can be launched before the results of the one that runs are here:
         no choice depends on a pending token, and no prompt is being scored."""
         return not any(
-            (s.num_pending and s.waits_for_tokens)
-            or (s.scores_prompt and s.next_prompt_logprob is not None)
-            for s in self._scheduler.running
+            s.is_running
+            and (
+                (s.num_pending and s.looks_back and not s.is_plain)
+                or s.next_prompt_logprob is not None
+            )
+            for request in self._stepwise.values()
+            for s in request.sequences
         )
 
     def _step(self) -> None:
@@ -306,15 +314,15 @@ class Engine:
                 continue  # it ended while this step ran
             commit(chunk)
             self._advance(chunk, token_id, notes.get(i))
-            request = sequence.request
             has_ended = sequence.finish_reason is not None
-            if has_ended and request.is_finished:
-                finished.add(request.request_id)
-                reported[request.request_id] = request
-            elif (chunk.is_last or has_ended) and not request.reports_once:
-                reported[request.request_id] = request
+            if has_ended and sequence.request.is_finished:
+                finished.add(sequence.request.request_id)
+                reported[sequence.request.request_id] = sequence.request
+            elif (chunk.is_last or has_ended) and not sequence.reports_once:
+                reported[sequence.request.request_id] = sequence.request
         for request_id in finished:
             del self._requests[request_id]
+            self._stepwise.pop(request_id, None)
         return [request.report() for request in reported.values()]
 
     def _advance(self, chunk: Chunk, token_id: int | None, note: Note | None) -> None:
@@ -324,7 +332,8 @@ class Engine:
             if note is not None:
                 self._take_note(sequence, note)
             if error is None and token_id is not None:
-                if sequence.request.first_token_time is None:
+                is_first = len(sequence.token_ids) == sequence.num_prompt_tokens
+                if is_first and sequence.request.first_token_time is None:
                     sequence.request.first_token_time = time.perf_counter()
                 self._num_generated += 1
                 append_token(sequence, token_id, self.eos_token_ids)
@@ -336,9 +345,8 @@ class Engine:
         if chunk.is_last:
             if token_id is None:
                 sequence.finish_reason = "length"
-            siblings = sequence.request.siblings_waiting
-            if siblings:
-                self._scheduler.add_first(siblings)
+            if chunk.start < sequence.num_prompt_tokens and sequence.request.siblings_waiting:
+                self._scheduler.add_first(sequence.request.siblings_waiting)
                 sequence.request.siblings_waiting = []
         if sequence.finish_reason is not None:
             self._finish(sequence, sequence.finish_reason)

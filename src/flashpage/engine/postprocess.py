@@ -17,15 +17,14 @@ def append_token(sequence: Sequence, token_id: int, eos_token_ids: frozenset[int
 
     Whatever the tokenizer raises passes through; the token is counted then, its text lacking.
     """
-    params = sequence.params
     token_ids = sequence.token_ids
     token_ids.append(token_id)
     if sequence.looks_back:
         sequence.output_counts[token_id] = sequence.output_counts.get(token_id, 0) + 1
     num_output_tokens = len(token_ids) - sequence.num_prompt_tokens
     may_stop = num_output_tokens > sequence.min_tokens
-    is_eos = not params.ignore_eos and token_id in eos_token_ids
-    is_stop_token = token_id in params.stop_token_ids
+    is_stop_token = token_id in sequence.stop_token_ids
+    is_eos = token_id in eos_token_ids and not sequence.ignores_eos
     if may_stop and (is_eos or is_stop_token):
         sequence.finish_reason = "stop"
         sequence.stop_reason = token_id if is_stop_token else None
@@ -34,7 +33,7 @@ def append_token(sequence: Sequence, token_id: int, eos_token_ids: frozenset[int
     if sequence.detokenizer is None:
         return
     stop = None
-    if sequence.finish_reason != "stop" or params.include_stop_str_in_output:
+    if sequence.finish_reason != "stop" or sequence.params.include_stop_str_in_output:
         stop = _show(sequence, sequence.detokenizer.push(token_id), may_stop)
     if stop is None and sequence.is_finished:
         stop = flush_text(sequence, may_stop)

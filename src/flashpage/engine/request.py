@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -22,7 +23,7 @@ from flashpage.engine.sampling_params import SamplingParams
 from flashpage.engine.seeds import mix_seed
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Sequence:
     """One continuation of a request's prompt: the unit that is scheduled.
 
@@ -30,6 +31,9 @@ class Sequence:
     `token_ids[:num_computed_tokens]` lie in the pages `block_ids`; the tokens after them are still
     to be computed, whether they came from the user or from the model. Preemption resets only
     pages and what was computed: what was generated stays.
+
+    Of hundreds of sequences every step asks a dozen things, after a wait in which they have left
+    the processor's caches: hence slots, side by side, and what is asked of a request kept here too.
     """
 
     request: Request
@@ -39,13 +43,30 @@ class Sequence:
 
     is_running: bool = False  # in the scheduler's list, which is too long to search per token
     num_computed_tokens: int = 0  # those of a step that is still running count as computed
-    num_committed_tokens: int = 0  # up to there the prefix cache was told of full blocks
+    num_committed_tokens: int = 0  # when the prefix cache was last told of full blocks
     num_pending: int = 0  # tokens chosen by steps that have not been waited for
     pending_row: int = -1  # where the last of these steps leaves its token
     generation: int = 0  # how often its pages were given back
     block_ids: array[int] = field(default_factory=lambda: array("i"))
     num_hit_blocks: int = 0  # the first blocks, whose content others computed
     cache_chain: list[PrefixNode] = field(default_factory=list)  # nodes of the first blocks
+
+    finish_reason: FinishReason | None = None
+    # Never changed.
+    params: SamplingParams = field(init=False)
+    is_plain: bool = field(init=False)
+    is_penalized: bool = field(init=False)
+    looks_back: bool = field(init=False)
+    generates: bool = field(init=False)
+    scores_prompt: bool = field(init=False)
+    reports_once: bool = field(init=False)
+    ignores_eos: bool = field(init=False)
+    stop_token_ids: SequenceOf[int] = field(init=False)
+    max_tokens: int = field(init=False)
+    min_tokens: int = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    max_length: int = field(init=False)  # tokens, the prompt's included, at most
+    wishes: bytes = field(init=False)
 
     text: str = ""
     # What penalties look at, if there are any; kept as the tokens come, so that a step costs what
@@ -55,23 +76,25 @@ class Sequence:
     logprobs: list[TokenLogprobDict] = field(default_factory=list)
     detokenizer: IncrementalDetokenizer | None = None
     stop_matcher: StopMatcher | None = None
-    finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
 
     def __post_init__(self) -> None:
-        # Asked for many times in a step, and never changed.
-        self.params: SamplingParams = self.request.params
-        self.is_plain: bool = self.request.is_plain
-        self.looks_back: bool = self.request.looks_back
-        self.max_tokens: int = self.request.max_tokens
-        self.min_tokens: int = self.params.min_tokens
-        self.generates: bool = self.max_tokens > 0
-        self.is_penalized: bool = self.is_plain and self.looks_back
-        self.waits_for_tokens: bool = not self.is_plain and self.looks_back
-        self.num_prompt_tokens: int = self.request.num_prompt_tokens
-        self.scores_prompt: bool = self.params.prompt_logprobs is not None
-        self.wishes = pack_wishes(self.params, self.seed, self.num_prompt_tokens)
+        request = self.request
+        self.params = params = request.params
+        self.is_plain = request.is_plain
+        self.looks_back = request.looks_back
+        self.is_penalized = self.is_plain and self.looks_back
+        self.scores_prompt = params.prompt_logprobs is not None
+        self.reports_once = request.reports_once
+        self.ignores_eos = params.ignore_eos
+        self.stop_token_ids = params.stop_token_ids
+        self.max_tokens = request.max_tokens
+        self.generates = self.max_tokens > 0
+        self.min_tokens = params.min_tokens
+        self.num_prompt_tokens = request.num_prompt_tokens
+        self.max_length = self.num_prompt_tokens + self.max_tokens
+        self.wishes = pack_wishes(params, self.seed, self.num_prompt_tokens)
 
     @property
     def num_tokens(self) -> int:
@@ -92,12 +115,6 @@ class Sequence:
     def num_uncomputed_tokens(self) -> int:
         """Tokens, a pending one included, whose keys and values are not in the cache."""
         return len(self.token_ids) + self.num_pending - self.num_computed_tokens
-
-    @property
-    def may_go_on(self) -> bool:
-        """Whether a token may follow the pending one, if there is one."""
-        num_chosen = len(self.token_ids) - self.num_prompt_tokens + self.num_pending
-        return num_chosen < self.max_tokens
 
     @property
     def is_finished(self) -> bool:
@@ -197,6 +214,12 @@ class Request:
         return not (
             p.logit_bias or p.logprobs is not None or (self.looks_back and p.min_tokens > 0)
         )
+
+    @property
+    def waits_for_steps(self) -> bool:
+        """Whether its next step can not be told before the one that runs is done: a choice by the
+        host that looks at the tokens before it, or a prompt that is being scored."""
+        return (self.looks_back and not self.is_plain) or self.params.prompt_logprobs is not None
 
     @property
     def is_finished(self) -> bool:

@@ -187,10 +187,13 @@ class Runner:
         if self._graphs is not None and not any(
             c.sequence.scores_prompt and c.sequence.next_prompt_logprob is not None for c in chunks
         ):
-            decodes = [c for c in chunks if 0 < c.start == c.end - 1]
+            decodes: list[Chunk] = []
+            others: list[Chunk] = []
+            for chunk in chunks:
+                is_decode = 0 < chunk.start == chunk.end - 1
+                (decodes if is_decode else others).append(chunk)
             # Longest contexts first: what a GPU begins last is to be short, lest all wait for it.
             decodes.sort(key=attrgetter("start"), reverse=True)
-            others = [c for c in chunks if not 0 < c.start == c.end - 1]
             shape = self._ladder.fit(len(decodes), len(others), sum(c.num_tokens for c in others))
             return self._replay(self._graphs, shape, decodes, others)
         slices = {chunk: _slice(chunk) for chunk in chunks}

@@ -92,10 +92,11 @@ class Scheduler:
         for sequence in list(self.running):  # a decode may take the pages of those at its end
             start = sequence.num_computed_tokens
             num_pending = sequence.num_pending
-            num_uncomputed = len(sequence.token_ids) + num_pending - start
-            if num_uncomputed > 1:
+            num_tokens = len(sequence.token_ids) + num_pending
+            if num_tokens - start > 1:
                 prompts.append(sequence)
-            elif num_uncomputed and (not num_pending or sequence.may_go_on):  # else it is its last
+            elif num_tokens > start and (not num_pending or num_tokens < sequence.max_length):
+                # Else the pending token is its last.
                 has_room = sequence.is_running and start < len(sequence.block_ids) * block_size
                 if has_room or self._make_room(sequence, 1):
                     chunks.append(Chunk(sequence, start, start + 1, True, sequence.generation))
@@ -122,15 +123,15 @@ class Scheduler:
 
     def commit(self, chunk: Chunk) -> None:
         """Take note that a chunk's keys and values are in the cache; its full blocks can be hit."""
-        sequence = chunk.sequence
-        if self.prefix_cache is None or chunk.generation != sequence.generation:
-            return
-        sequence.num_committed_tokens = chunk.end
+        sequence, start, end, _, generation = chunk
         block_size = self._block_size
-        chain = sequence.cache_chain
-        if chunk.end < (len(chain) + 1) * block_size:
+        if end // block_size == start // block_size:  # no block is full that was not before
             return
-        for i in range(len(chain), chunk.end // block_size):
+        if self.prefix_cache is None or generation != sequence.generation:
+            return
+        sequence.num_committed_tokens = end
+        chain = sequence.cache_chain
+        for i in range(len(chain), end // block_size):
             parent = chain[-1] if chain else self.prefix_cache.root
             tokens = sequence.token_ids[i * block_size : (i + 1) * block_size]
             node = self.prefix_cache.insert(parent, tokens, sequence.block_ids[i])
