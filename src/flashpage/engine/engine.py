@@ -304,7 +304,7 @@ class Engine:
     def _postprocess(self, result: StepResult) -> list[RequestOutput]:
         reported: dict[str, Request] = {}
         finished: set[str] = set()
-        commit = self._scheduler.commit
+        commit, advance = self._scheduler.commit, self._advance
         notes = result.notes
         for i, (chunk, token_id) in enumerate(zip(result.chunks, result.token_ids, strict=True)):
             sequence = chunk.sequence
@@ -313,12 +313,12 @@ class Engine:
             if sequence.finish_reason is not None:
                 continue  # it ended while this step ran
             commit(chunk)
-            self._advance(chunk, token_id, notes.get(i))
+            advance(chunk, token_id, notes.get(i))
             has_ended = sequence.finish_reason is not None
             if has_ended and sequence.request.is_finished:
                 finished.add(sequence.request.request_id)
                 reported[sequence.request.request_id] = sequence.request
-            elif (chunk.is_last or has_ended) and not sequence.reports_once:
+            elif not sequence.reports_once and (chunk.is_last or has_ended):
                 reported[sequence.request.request_id] = sequence.request
         for request_id in finished:
             del self._requests[request_id]

@@ -71,12 +71,27 @@ def pack_wishes(params: SamplingParams, seed: int, num_prompt_tokens: int) -> by
     return wishes.tobytes()
 
 
-def plain_sampling(sequences: SequenceOf[Sequence], ends: SequenceOf[int]) -> PlainSampling:
-    """For the tokens at the places `ends` of the sequences.
+class Wishes:
+    """Gathers what sequences asked for into an array, kept while they are the same: those that
+    decode together mostly do so for many steps."""
+
+    def __init__(self) -> None:
+        self._sequences: list[Sequence] = []
+        self._wishes = np.zeros(0, _Wishes)
+
+    def of(self, sequences: list[Sequence]) -> np.ndarray:
+        """One entry per sequence."""
+        if sequences != self._sequences:
+            joined = b"".join([sequence.wishes for sequence in sequences])
+            self._sequences, self._wishes = sequences, np.frombuffer(joined, _Wishes)
+        return self._wishes
+
+
+def plain_sampling(wishes: np.ndarray, ends: SequenceOf[int]) -> PlainSampling:
+    """For the tokens at the places `ends` of the sequences, whose `Wishes` these are.
 
     The random numbers are those that `mix_seed` gives one by one, so that no batch changes a draw.
     """
-    wishes = _gather(sequences)
     draws = np.array(ends, np.int64) - wishes["num_prompt_tokens"]
     return PlainSampling(
         wishes["temperature"],
@@ -87,9 +102,8 @@ def plain_sampling(sequences: SequenceOf[Sequence], ends: SequenceOf[int]) -> Pl
     )
 
 
-def penalties_of(sequences: SequenceOf[Sequence], rows: list[int]) -> Penalties:
-    """What they ask for, and their rows of the table."""
-    wishes = _gather(sequences)
+def penalties_of(wishes: np.ndarray, rows: list[int]) -> Penalties:
+    """What the sequences with these `Wishes` ask for, and their rows of the table."""
     return Penalties(
         np.array(rows, np.int32),
         wishes["repetition"],
@@ -101,7 +115,3 @@ def penalties_of(sequences: SequenceOf[Sequence], rows: list[int]) -> Penalties:
 def to_device(columns: PlainSampling | Penalties, device: torch.device) -> list[Tensor]:
     """Each column as a tensor."""
     return [torch.from_numpy(column.copy()).to(device) for column in columns]
-
-
-def _gather(sequences: SequenceOf[Sequence]) -> np.ndarray:
-    return np.frombuffer(b"".join([sequence.wishes for sequence in sequences]), _Wishes)

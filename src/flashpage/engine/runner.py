@@ -21,7 +21,13 @@ from flashpage.attention.triton.runtime import can_compile_ahead, compiling_ahea
 from flashpage.cache.kv_cache import KVCache
 from flashpage.engine.config import EngineConfig
 from flashpage.engine.cuda_graph import Capture, Ladder, Shape, StepGraphs, cuda_capture
-from flashpage.engine.plain_sampling import Penalties, penalties_of, plain_sampling, to_device
+from flashpage.engine.plain_sampling import (
+    Penalties,
+    Wishes,
+    penalties_of,
+    plain_sampling,
+    to_device,
+)
 from flashpage.engine.request import Sequence
 from flashpage.engine.scheduler import Chunk
 from flashpage.engine.seeds import mix_seed, uniform
@@ -156,6 +162,7 @@ class Runner:
         self.wait_seconds = 0.0
         """spent until the device was ready, in all calls"""
         self._counts: TokenCounts | None = None  # when the first penalty is asked for
+        self._wishes = Wishes()
         # The tokens of the last step, which the next one may start from before the host knows them.
         self._sampled = torch.zeros(self._ladder.max_rows, dtype=torch.int64, device=self._device)
         # Where the host finds them, in turn: two steps are under way at most.
@@ -282,8 +289,9 @@ class Runner:
         rows = list(compress(row_of, sampled_here))
         every = [chunk.sequence for chunk in chunks]
         sequences = list(compress(every, sampled_here))
-        sampling = plain_sampling(every, [chunk.end for chunk in chunks])
-        penalties = self._penalties(every, sampled_here)
+        wishes = self._wishes.of(every)
+        sampling = plain_sampling(wishes, [chunk.end for chunk in chunks])
+        penalties = self._penalties(every, wishes, sampled_here)
         counts = None if penalties is None else self._token_counts().table
         with self._repeatable(partial(graphs.undo, graphs.number)):
             hidden = graphs.replay(shape, decodes, others, sampling, penalties, counts)
@@ -325,12 +333,13 @@ class Runner:
         places = list(range(len(sequences)))
         if self._device.type == "cpu" and not self._config.overlap:
             return self._choose(logits, sequences, places, places)
-        penalties = self._penalties(sequences, [True] * len(sequences))
+        wishes = self._wishes.of(sequences)
+        penalties = self._penalties(sequences, wishes, [True] * len(sequences))
         if penalties is not None:
             rows, *amounts = to_device(penalties, self._device)
             logits = penalize(logits, self._token_counts().table, rows, *amounts)
-        wishes = plain_sampling(sequences, [chunk.end for chunk in chunks])
-        tokens = sample_plain(logits, *to_device(wishes, self._device))
+        sampling = plain_sampling(wishes, [chunk.end for chunk in chunks])
+        tokens = sample_plain(logits, *to_device(sampling, self._device))
         by_host = self._not_plain(sequences)
         before = self._sampled.clone()
         with self._repeatable(lambda: self._sampled.copy_(before)):
@@ -355,7 +364,9 @@ class Runner:
             undo()
             raise
 
-    def _penalties(self, sequences: list[Sequence], is_sampled: list[bool]) -> Penalties | None:
+    def _penalties(
+        self, sequences: list[Sequence], wishes: np.ndarray, is_sampled: list[bool]
+    ) -> Penalties | None:
         """What the device is told of penalties, if there are any."""
         if not any(map(_is_penalized, sequences)):
             return None
@@ -364,7 +375,7 @@ class Runner:
             counts.row_of(sequence) if sampled and sequence.is_penalized else 0
             for sequence, sampled in zip(sequences, is_sampled, strict=True)
         ]
-        return penalties_of(sequences, rows)
+        return penalties_of(wishes, rows)
 
     def _token_counts(self) -> TokenCounts:
         if self._counts is None:
