@@ -332,8 +332,8 @@ class Engine:
             if note is not None:
                 self._take_note(sequence, note)
             if error is None and token_id is not None:
-                is_first = len(sequence.token_ids) == sequence.num_prompt_tokens
-                if is_first and sequence.request.first_token_time is None:
+                ends_prompt = chunk.start < sequence.num_prompt_tokens
+                if ends_prompt and sequence.request.first_token_time is None:
                     sequence.request.first_token_time = time.perf_counter()
                 self._num_generated += 1
                 append_token(sequence, token_id, self.eos_token_ids)
