@@ -497,8 +497,15 @@ def backward_kernel(
     do_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     k_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    dq_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    dq_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    # A barrier that nobody waits at is not to be: its memory would hold other things at once, and
+    # a context switch between processes then ended in illegal memory accesses.
+    dq_full = k_full
+    dq_empty = k_full
+    if HAS_DQ:
+        dq_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+        dq_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+        mbarrier.init(dq_full, count=256)
+        mbarrier.init(dq_empty, count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=33)  # the copy of the tile, and 32 threads' of LSE
         mbarrier.init(do_full.index(i), count=33)
@@ -506,8 +513,6 @@ def backward_kernel(
         mbarrier.init(do_empty.index(i), count=256)
     mbarrier.init(k_full, count=1)
     mbarrier.init(v_full, count=1)
-    mbarrier.init(dq_full, count=256)
-    mbarrier.init(dq_empty, count=1)
     fence_async_shared()
     number = gl.program_id(0)
     if ORDERED:  # as started, which programs need not be in the order of their numbers
