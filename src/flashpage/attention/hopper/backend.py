@@ -14,8 +14,7 @@ from flashpage.attention.triton.backend import TritonBackend
 
 
 class HopperBackend:
-    """Attention in 16 bits on a GPU of compute capability 9.0: the forward where it is the faster
-    one, the backward by name.
+    """Attention in 16 bits on a GPU of compute capability 9.0, where it is the faster one.
 
     The accelerator that fetches tiles has rules for addresses that a `Problem` does not show
     (16-byte alignment, no expanded dimensions, pages of a multiple of 8 tokens); tensors that
@@ -42,8 +41,9 @@ class HopperBackend:
         if dispatch.named():
             return odd
         return (
-            f"fewer than {rule.fewest_keys(problem)} keys, fewer than {rule.FEWEST} rows a "
-            f"sequence in the mean, too little work to occupy the GPU, {odd}"
+            f"fewer than {rule.fewest_keys(problem, function)} keys, fewer than "
+            f"{rule.FEWEST[function]} rows a sequence in the mean, too little work to occupy the "
+            f"GPU, {odd}"
         )
 
     def forward(
@@ -51,10 +51,7 @@ class HopperBackend:
     ) -> tuple[Tensor, Tensor, Tensor]:
         from flashpage.attention.hopper.forward import addressable, forward
 
-        slower = not dispatch.named() and rule.slower_here(
-            problem, inputs, runtime.num_multiprocessors(inputs.q.device)
-        )
-        if slower or not addressable(inputs):
+        if _slower(problem, "forward", inputs) or not addressable(inputs):
             return TritonBackend().forward(problem, inputs, return_s_dmask)
         return (*forward(problem, inputs), inputs.q.new_empty(0))
 
@@ -70,12 +67,18 @@ class HopperBackend:
         from flashpage.attention.hopper.backward import backward
         from flashpage.attention.hopper.forward import addressable
 
-        if not addressable(inputs):
+        if _slower(problem, "backward", inputs) or not addressable(inputs):
             return TritonBackend().backward(problem, inputs, dout, dlse, out, softmax_lse)
         return backward(problem, inputs, dout, dlse, out, softmax_lse)
 
     def decode(self, problem: Problem, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
         raise AssertionError("not served: see why_not")
+
+
+def _slower(problem: Problem, function: Function, inputs: AttentionInputs) -> bool:
+    return not dispatch.named() and rule.slower_here(
+        problem, function, inputs, runtime.num_multiprocessors(inputs.q.device)
+    )
 
 
 def why_not_problem(problem: Problem, function: Function) -> str | None:

@@ -16,9 +16,7 @@ over those of `triton/` in the same run. The forward:
   of 128 rows for 132 multiprocessors), 1.06 with S 1024.
 
 The backward, as many query as kv heads, no windows, S from 1024 on: head_dim 64 1.12-1.34, head_dim
-128 1.29-1.44. But two processes that ran it at head_dim 128, with and without `deterministic=True`,
-beside a dozen others on the same GPU ended with an illegal memory access. The cause is not known,
-many more runs passed, and until it is found `triton/` serves the backward.
+128 1.29-1.44; with `deterministic=True` 1.02-1.09 and 1.00-1.07.
 """
 
 from __future__ import annotations
@@ -27,45 +25,55 @@ from flashpage.attention.dispatch import AttentionInputs
 from flashpage.attention.problem import Function, Problem
 from flashpage.attention.triton.arguments import cdiv
 
-FEWEST = 512
+FEWEST = {"forward": 512, "backward": 1024}
 """No shorter lengths were measured where there are many tiles, neither of queries nor of keys."""
 FEWEST_KEYS_64_PAGED = 2048
 FEWEST_KEYS_64_PAGED_MASKED = 8192
 """The same for keys in pages with head_dim up to 64, where only earlier tiles were measured, and
 without pages; and where a causal mask or a window hides some."""
-TILE_ROWS = 128
-"""Fewer tiles of so many rows than multiprocessors leave some idle, where `triton/` has smaller
-ones, and cuts the keys in parts."""
+TILE = 128
+"""Fewer tiles of so many rows (in the backward: keys) than multiprocessors leave some idle, where
+`triton/` has smaller ones, and cuts the keys in parts."""
 
 
 def why_slower(problem: Problem, function: Function) -> str | None:
-    """Why `triton/` serves unasked whatever the lengths, None if it does not."""
-    if function == "backward":
-        return "failed twice on a busy GPU in the backward: serves it by name"
+    """Why `triton/` is the faster one whatever the lengths, None if it is not."""
     if problem.head_dim <= 32:
         return "is slower than triton with head_dim up to 32"
-    if problem.softcap > 0.0 and problem.head_dim <= 128:
+    if function == "backward":
+        if problem.softcap > 0.0 or problem.window_left >= 0 or problem.window_right > 0:
+            return "was not measured with softcap or windows in the backward: serves it by name"
+    elif problem.softcap > 0.0 and problem.head_dim <= 128:
         return "is slower than triton with softcap and head_dim up to 128"
     return None
 
 
-def fewest_keys(problem: Problem) -> int:
+def fewest_keys(problem: Problem, function: Function) -> int:
     """Keys that the rows of the longest sequence must see for these kernels to be the faster."""
     if problem.head_dim > 64 or problem.layout != "paged":
-        return FEWEST
+        return FEWEST[function]
     masked = problem.window_left >= 0 or problem.window_right >= 0
     return FEWEST_KEYS_64_PAGED_MASKED if masked else FEWEST_KEYS_64_PAGED
 
 
-def slower_here(problem: Problem, x: AttentionInputs, num_multiprocessors: int) -> bool:
+def slower_here(
+    problem: Problem, function: Function, x: AttentionInputs, num_multiprocessors: int
+) -> bool:
     """Whether `triton/` is the faster one for these lengths, where `why_slower` says nothing."""
     keys = x.max_seqlen_k
     if problem.window_left >= 0 and problem.window_right >= 0:
         keys = min(keys, problem.window_left + 1 + problem.window_right)
+    tiled, num_heads = (
+        (x.q, problem.num_q_heads) if function == "forward" else (x.k, problem.num_kv_heads)
+    )
     if x.cu_seqlens_q is None:
-        batch, rows = x.q.shape[0], x.q.shape[1]
+        batch, rows, length = x.q.shape[0], x.q.shape[1], tiled.shape[1]
     else:
         batch = x.cu_seqlens_q.shape[0] - 1
-        rows = x.q.shape[0] // batch  # in the mean
-    tiles = batch * cdiv(rows, TILE_ROWS) * problem.num_q_heads
-    return rows < FEWEST or keys < fewest_keys(problem) or tiles < num_multiprocessors
+        rows, length = x.q.shape[0] // batch, tiled.shape[0] // batch  # in the mean
+    tiles = batch * cdiv(length, TILE) * num_heads
+    return (
+        rows < FEWEST[function]
+        or keys < fewest_keys(problem, function)
+        or tiles < num_multiprocessors
+    )
