@@ -37,7 +37,7 @@ from flashpage.engine.postprocess import append_token, flush_text, logprob_dict
 from flashpage.engine.request import Request, Sequence
 from flashpage.engine.runner import Launch, Note, Runner, StepResult
 from flashpage.engine.sampling_params import SamplingParams
-from flashpage.engine.scheduler import Chunk, Scheduler
+from flashpage.engine.scheduler import Scheduler
 from flashpage.engine.seeds import mix_seed
 from flashpage.engine.stats_log import StatsLog
 from flashpage.engine.values import show
@@ -304,8 +304,9 @@ class Engine:
     def _postprocess(self, result: StepResult) -> list[RequestOutput]:
         reported: dict[str, Request] = {}
         finished: set[str] = set()
-        commit, advance = self._scheduler.commit, self._advance
+        commit, eos_token_ids = self._scheduler.commit, self.eos_token_ids
         notes = result.notes
+        # Everything of a token in one body: of hundreds in a step, calls would be a third of it.
         for i, (chunk, token_id) in enumerate(zip(result.chunks, result.token_ids, strict=True)):
             sequence = chunk.sequence
             if token_id is not None:
@@ -313,7 +314,29 @@ class Engine:
             if sequence.finish_reason is not None:
                 continue  # it ended while this step ran
             commit(chunk)
-            advance(chunk, token_id, notes.get(i))
+            error = None
+            ends_prompt = chunk.is_last and chunk.start < sequence.num_prompt_tokens
+            try:
+                if i in notes:
+                    error = notes[i].error
+                    self._take_note(sequence, notes[i])
+                if error is None and token_id is not None:
+                    if ends_prompt and sequence.request.first_token_time is None:
+                        sequence.request.first_token_time = time.perf_counter()
+                    self._num_generated += 1
+                    append_token(sequence, token_id, eos_token_ids)
+            except Exception as raised:  # whatever a tokenizer raises when it decodes
+                error = error or f"the tokenizer can not decode its tokens: {show(raised)}"
+            if error is not None:
+                self._fail(sequence, error)
+            else:
+                if ends_prompt:
+                    self._scheduler.add_first(sequence.request.siblings_waiting)
+                    sequence.request.siblings_waiting = []
+                if chunk.is_last and token_id is None:
+                    sequence.finish_reason = "length"
+                if sequence.finish_reason is not None:
+                    self._finish(sequence, sequence.finish_reason)
             has_ended = sequence.finish_reason is not None
             if has_ended and sequence.request.is_finished:
                 finished.add(sequence.request.request_id)
@@ -324,32 +347,6 @@ class Engine:
             del self._requests[request_id]
             self._stepwise.pop(request_id, None)
         return [request.report() for request in reported.values()]
-
-    def _advance(self, chunk: Chunk, token_id: int | None, note: Note | None) -> None:
-        sequence = chunk.sequence
-        error = None if note is None else note.error
-        try:
-            if note is not None:
-                self._take_note(sequence, note)
-            if error is None and token_id is not None:
-                ends_prompt = chunk.start < sequence.num_prompt_tokens
-                if ends_prompt and sequence.request.first_token_time is None:
-                    sequence.request.first_token_time = time.perf_counter()
-                self._num_generated += 1
-                append_token(sequence, token_id, self.eos_token_ids)
-        except Exception as raised:  # whatever a tokenizer raises when it decodes
-            error = error or f"the tokenizer can not decode its tokens: {show(raised)}"
-        if error is not None:
-            self._fail(sequence, error)
-            return
-        if chunk.is_last:
-            if token_id is None:
-                sequence.finish_reason = "length"
-            if chunk.start < sequence.num_prompt_tokens and sequence.request.siblings_waiting:
-                self._scheduler.add_first(sequence.request.siblings_waiting)
-                sequence.request.siblings_waiting = []
-        if sequence.finish_reason is not None:
-            self._finish(sequence, sequence.finish_reason)
 
     def _take_note(self, sequence: Sequence, note: Note) -> None:
         if sequence.request.prompt_logprobs is not None:

@@ -88,7 +88,7 @@ class Scheduler:
         """The chunks of the next step, at most `max_num_batched_tokens` tokens together."""
         chunks: list[Chunk] = []
         prompts: list[Sequence] = []
-        block_size = self._block_size
+        block_size, new_tuple = self._block_size, tuple.__new__
         for sequence in list(self.running):  # a decode may take the pages of those at its end
             start = sequence.num_computed_tokens
             num_pending = sequence.num_pending
@@ -99,7 +99,9 @@ class Scheduler:
                 # Else the pending token is its last.
                 has_room = sequence.is_running and start < len(sequence.block_ids) * block_size
                 if has_room or self._make_room(sequence, 1):
-                    chunks.append(Chunk(sequence, start, start + 1, True, sequence.generation))
+                    # As `Chunk(...)`, in half the time: there is one of each decode.
+                    chunk = (sequence, start, start + 1, True, sequence.generation)
+                    chunks.append(new_tuple(Chunk, chunk))
         others_decode = bool(chunks)
         budget = self.config.max_num_batched_tokens - len(chunks)
         for sequence in prompts:
