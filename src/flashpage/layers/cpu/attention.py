@@ -15,6 +15,7 @@ from flashpage.layers.cpu.attention_vectors import (
     merge_row,
     narrow_values_1,
     narrow_values_4,
+    request,
     row_copy,
     row_expand,
     row_multiply,
@@ -320,6 +321,20 @@ def _is_part(task, positions):  # type: ignore[no-untyped-def]
 
 
 @jit(**EXACT)
+def request_keys(  # type: ignore[no-untyped-def]
+    kv, task, tables, table_step, units_per_block, k, v, num_kv_heads, dim
+):
+    """Ask for the K and V that a task of one row reads first; arguments as in `attend`."""
+    sequence, head, begin, end = task[0], task[1], task[4], task[5]
+    unit_bytes = 16 * dim * (2 if len(kv) == 2 else 4)
+    table = tables[sequence * table_step : (sequence + 1) * table_step]
+    for unit in range(begin // 16, (min(begin + KEYS, end) + 15) // 16):
+        at = (_unit(table, unit, units_per_block) * num_kv_heads + head) * unit_bytes
+        request(k + at, unit_bytes)
+        request(v + at, unit_bytes)
+
+
+@jit(**EXACT)
 def scratch_size(group, dim):  # type: ignore[no-untyped-def]
     """float32 that `attend` needs."""
     return max(1, MAX_ROWS // group) * group * (KEYS + 3 * dim + 8) + 2 * KEYS * dim
@@ -361,6 +376,8 @@ def attend(  # type: ignore[no-untyped-def]
     position = positions[first_row]
     table = tables[sequence * table_step : (sequence + 1) * table_step]
     head_at = head * 16 * dim * item_size
+    if tokens == 1 and begin == 0:  # those of later splits were asked for by the one before
+        request_keys(kv, task, tables, table_step, units_per_block, k, v, num_kv_heads, dim)
     for key in range(begin, end, SPLIT):
         _attend_split(
             kv, q_rows.ctypes.data, rows, group, position, table, units_per_block, k + head_at,

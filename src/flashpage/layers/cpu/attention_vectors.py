@@ -211,6 +211,23 @@ def softmax(typing_context, s, valid, state):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
+def request(typing_context, address, num_bytes):  # type: ignore[no-untyped-def]
+    """Ask for memory that is read soon, cache line by cache line."""
+
+    def generate(context, b, signature, arguments):  # type: ignore[no-untyped-def]
+        address, num_bytes = arguments
+
+        def body(at: Any, _: list[Any]) -> list[Any]:
+            prefetch(b, address, at, cache_level=_AHEAD_IN)
+            return []
+
+        loop(b, num_bytes, 64, [], body)
+        return context.get_dummy_value()
+
+    return types.void(i64, i64), generate
+
+
+@intrinsic
 def row_multiply(typing_context, x, factor, n):  # type: ignore[no-untyped-def]
     """`x *= factor` for n float32, n a multiple of 16."""
 

@@ -11,7 +11,14 @@ import numba
 import numpy as np
 
 from flashpage.attention.cpu.numba_math import bytes_at, float32_at, jit
-from flashpage.layers.cpu.attention import attend, count_parts, join, plan, scratch_size
+from flashpage.layers.cpu.attention import (
+    attend,
+    count_parts,
+    join,
+    plan,
+    request_keys,
+    scratch_size,
+)
 from flashpage.layers.cpu.attention_vectors import store_key, store_value, write_rotated
 from flashpage.layers.cpu.dots import X_BYTES, XS_BYTES
 from flashpage.layers.cpu.linear import (
@@ -241,6 +248,11 @@ def _work(  # type: ignore[no-untyped-def]
             tickets[layer, QKV],
             tile_room,
         )
+        if first_tasks[thread] < first_tasks[thread + 1] and num_rows < TICKET_ROWS:
+            request_keys(
+                kv, tasks[first_tasks[thread]], tables, table_step, units_per_block,
+                caches[layer, 0], caches[layer, 1], hkv, dim,
+            )  # fmt: skip
         meet(counter, threads, patience)
         for i in range(first_head, last_head):
             row = i // heads
