@@ -107,7 +107,8 @@ def main() -> None:
     """Entry point of the `flashpage` command."""
     # OpenMP reads it when torch is loaded. Threads that spin while they wait lose their turn to
     # whatever else runs on the machine, at every step anew; but those that sleep at once must be
-    # woken for every kernel. So GNU's OpenMP may spin for some 0.3 ms: from one kernel to the next.
+    # woken for every kernel. So GNU's OpenMP may spin for a part of a millisecond: from one kernel
+    # to the next.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     if isinstance(sys.stdout, io.TextIOWrapper):
