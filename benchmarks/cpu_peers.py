@@ -21,7 +21,9 @@ _KEPT: list[object] = []
 
 
 def flashpage(path: str, threads: int, max_seqs: int, max_len: int) -> Run:
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the command line does
+    # As the command line does.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
     from flashpage import LLM, SamplingParams
 

@@ -106,8 +106,11 @@ LogStats = Annotated[
 def main() -> None:
     """Entry point of the `flashpage` command."""
     # OpenMP reads it when torch is loaded. Threads that spin while they wait lose their turn to
-    # whatever else runs on the machine, at every step anew.
+    # whatever else runs on the machine, at every step anew; but those that sleep at once must be
+    # woken for every kernel. So GNU's OpenMP may spin for a part of a millisecond: from one kernel
+    # to the next.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A character that the terminal's encoding lacks must not end a text half-way.
         sys.stdout.reconfigure(errors="replace")

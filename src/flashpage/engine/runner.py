@@ -216,7 +216,9 @@ class Runner:
         sampled_here = samples(chunks)
         rows = [end - 1 for end in compress(ends, sampled_here)]
         sampling = list(compress(chunks, sampled_here))
-        sampled = self._sample(hidden[rows], sampling)
+        # A row each: they are all rows, in order.
+        chosen = hidden if len(rows) == len(hidden) else hidden[rows]
+        sampled = self._sample(chosen, sampling)
         sequences = [chunk.sequence for chunk in sampling]
         return Launch(chunks, sampled_here, sequences, list(range(len(rows))), sampled, scores)
 
@@ -516,12 +518,15 @@ def _row_sampling(sequence: Sequence, eos_token_ids: frozenset[int]) -> RowSampl
     masked: set[int] = set()
     if sequence.num_chosen_tokens < params.min_tokens:
         masked = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
+    drawn = 0.0  # nobody draws for a greedy one
+    if not params.is_greedy:
+        drawn = uniform(mix_seed(sequence.seed, sequence.num_chosen_tokens))
     seen: list[int] = []
     if params.repetition_penalty != 1.0:
         seen = [*sequence.request.prompt_token_set, *sequence.output_counts]
     return RowSampling(
         temperature=0.0 if params.is_greedy else params.temperature,
-        uniform=uniform(mix_seed(sequence.seed, sequence.num_chosen_tokens)),
+        uniform=drawn,
         top_k=max(params.top_k, 0),
         top_p=params.top_p,
         min_p=float(np.float32(params.min_p)),  # as on the device

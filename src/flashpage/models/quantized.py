@@ -154,16 +154,17 @@ class QuantizedDecoder(nn.Module):
         slots = metadata.slot_mapping.numpy()
         self._check_cache(kv_cache, slots)
         starts, tables = _sequences(metadata, kv_cache.block_size)
-        if input_ids.min() < 0 or input_ids.max() >= config.vocab_size:
+        ids = input_ids.numpy()
+        if ids.min() < 0 or ids.max() >= config.vocab_size:
             raise ArgumentError(
                 f"input_ids must be from 0 to {config.vocab_size - 1}, got "
-                f"{int(input_ids.min())} to {int(input_ids.max())}"
+                f"{ids.min()} to {ids.max()}"
             )
-        x = self._embed(input_ids)
+        threads = num_threads()
+        x = self._embed(input_ids, threads)
         places = positions.numpy()
         self._extend_angles(int(places.max()) + 1)
         out = torch.empty(len(slots), config.hidden_size)
-        threads = num_threads()
         everyone_came = call(
             kernels(_STEP).run,
             threads,
@@ -237,13 +238,14 @@ class QuantizedDecoder(nn.Module):
         zero = torch.zeros(1, dtype=torch.int64)
         self.compute_logits(self.forward(zero, zero, cache, AttentionMetadata(zero, None, ())))
 
-    def _embed(self, input_ids: Tensor) -> np.ndarray:
+    def _embed(self, input_ids: Tensor, threads: int) -> np.ndarray:
+        """threads: of the kernels before and after, as their number takes time to change."""
         if isinstance(self.embedding, Tensor):
             return F.embedding(input_ids, self.embedding).float().numpy()
         table = self.embedding
         # torch's memory begins at a multiple of 64, as vectors that the kernels store should.
         out = torch.empty(len(input_ids), table.cols).numpy()
-        call(kernels(_STEP).embed, 1, table.address(), input_ids.numpy(), out)
+        call(kernels(_STEP).embed, threads, table.address(), input_ids.numpy(), out)
         return out
 
     def _extend_angles(self, count: int) -> None:

@@ -68,8 +68,8 @@ class Step:
                 self.v[slot // 16, :, slot % 16] = v[t]
         self.q = [torch.randn(new, self.hq, dim) for _, new in lengths]
 
-    def run(self, which=None, rows=None, threads=1) -> list[Tensor]:
-        """Results of the sequences `which`, of their new tokens from `rows` on."""
+    def run(self, which=None, rows=None, threads=1, shares=1) -> list[Tensor]:
+        """Results of the sequences `which`, of their new tokens `rows`, cut in `shares`."""
         which = range(len(self.lengths)) if which is None else which
         q = torch.cat([self.q[i][slice(*(rows or (None,)))] for i in which])
         positions = [
@@ -83,9 +83,17 @@ class Step:
         scales = torch.empty(-(-len(q) // 16), self.hq * self.dim // 32, 16, 4)
         tables = self.tables[list(which)].numpy()
         group = self.hq // self.hkv
-        tasks = call(
-            kernels(ATTENTION).plan, 1, starts, torch.cat(positions).numpy(), self.hkv, group
+        tasks, first_tasks = call(
+            kernels(ATTENTION).plan,
+            1,
+            starts,
+            torch.cat(positions).numpy(),
+            self.hkv,
+            group,
+            shares,
         )
+        assert [first_tasks[0], first_tasks[-1]] == [0, len(tasks)]
+        assert (np.diff(first_tasks) >= 0).all()
         call(
             attend_all(), threads, TAGS[self.dtype], tasks, scaled.data_ptr(),
             torch.cat(positions).numpy(), tables.reshape(-1), tables.shape[1],
@@ -106,7 +114,7 @@ LENGTHS = [(0, 1), (0, 33), (70, 1), (15, 2), (600, 1), (255, 1), (256, 1), (500
 )
 def test_equals_standard_attention(heads, dim, block_size, dtype):
     step = Step(LENGTHS, heads, dim, dtype, block_size)
-    for out, q, (k, v) in zip(step.run(threads=2), step.q, step.keys, strict=True):
+    for out, q, (k, v) in zip(step.run(threads=2, shares=5), step.q, step.keys, strict=True):
         q, k, v = (x.double()[None] for x in (q, k, v))
         expected = standard_attention(q, k, v, causal=True).out[0]
         assert (out - expected).abs().max() < 5e-6
@@ -117,9 +125,13 @@ def test_a_row_has_the_same_bits_in_any_company(dtype):
     step = Step(LENGTHS, (9, 3), 64, dtype, 16)
     together = step.run(threads=2)
     for i, whole in enumerate(together):
-        assert torch.equal(step.run([i])[0], whole)
+        for shares in (1, 2, 3, 8):
+            assert torch.equal(step.run([i], shares=shares)[0], whole)
         for first in range(0, len(whole), 7):
-            assert torch.equal(step.run([i], (first, first + 1))[0], whole[first : first + 1])
+            row = slice(first, first + 1)
+            for shares in (1, 2, 7):
+                alone = step.run([i], (first, first + 1), shares=shares)[0]
+                assert torch.equal(alone, whole[row])
         assert torch.equal(
             step.run([i], (len(whole) // 3, len(whole)))[0], whole[len(whole) // 3 :]
         )

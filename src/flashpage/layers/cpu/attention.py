@@ -12,12 +12,12 @@ import numpy as np
 from flashpage.attention.cpu.numba_math import jit
 from flashpage.layers.cpu.attention_vectors import (
     KEYS,
-    exp_scalar,
+    merge_row,
     narrow_values_1,
     narrow_values_4,
+    request,
     row_copy,
     row_expand,
-    row_merge,
     row_multiply,
     scores_1,
     scores_2,
@@ -36,8 +36,8 @@ from flashpage.layers.cpu.linear import EXACT, scales_of
 from flashpage.layers.cpu.packing import BLOCK
 from flashpage.layers.cpu.vectors import row_quantize
 
-SPLIT = 512
-"""keys per split"""
+SPLIT = 128
+"""keys per split: where the work of one row can be cut in two"""
 
 MAX_ROWS = 48
 """rows of one task at most, unless one token alone has more (query heads per kv head)"""
@@ -182,6 +182,8 @@ def _attend_split(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Keys `begin ... end` of one sequence for rows of one kv head, into o and state.
 
+    The keys that come next are asked for meanwhile, those of the next split too.
+
     Row r is query head `r % group` of the token at `position + r // group`. k and v: addresses of
     the head in unit 0. s, o, state: scratch `[rows, 64]`, `[rows, dim]`, `[rows, 4]` float32;
     keys_room: address of scratch `[2, 64, dim]` float32.
@@ -189,13 +191,13 @@ def _attend_split(  # type: ignore[no-untyped-def]
     for row in range(rows):
         state[4 * row], state[4 * row + 1] = _NEG_INF, np.float32(0)
     o[: rows * dim] = np.float32(0)
-    last_unit = (end - 1) // 16
+    last_unit, last_of_all = (end - 1) // 16, (position + rows // group - 1) // 16
     for first in range(begin, end, KEYS):
         unit = first // 16
         this_k = _unit_addresses(k, table, unit, last_unit, units_per_block, unit_bytes)
         this_v = _unit_addresses(v, table, unit, last_unit, units_per_block, unit_bytes)
-        next_k = _unit_addresses(k, table, unit + 4, last_unit, units_per_block, unit_bytes)
-        next_v = _unit_addresses(v, table, unit + 4, last_unit, units_per_block, unit_bytes)
+        next_k = _unit_addresses(k, table, unit + 4, last_of_all, units_per_block, unit_bytes)
+        next_v = _unit_addresses(v, table, unit + 4, last_of_all, units_per_block, unit_bytes)
         begin_row = max(0, first - position) * group
         if len(kv) == 2 and rows > FEW_ROWS:
             wide_k = _expanded(kv, this_k, dim, keys_room)
@@ -215,14 +217,12 @@ def _attend_split(  # type: ignore[no-untyped-def]
 def _merge(total, total_state, o, state, rows, dim):  # type: ignore[no-untyped-def]
     """Rows of a split into those of all splits before it."""
     for row in range(rows):
-        m, other = total_state[4 * row], state[4 * row]
-        if other == _NEG_INF and state[4 * row + 1] == 0:
+        if state[4 * row] == _NEG_INF and state[4 * row + 1] == 0:
             continue  # the row sees none of the split's keys
-        top = max(m, other)
-        a, c = exp_scalar(m - top), exp_scalar(other - top)
-        total_state[4 * row] = top
-        total_state[4 * row + 1] = total_state[4 * row + 1] * a + state[4 * row + 1] * c
-        row_merge(total.ctypes.data + row * dim * 4, a, o.ctypes.data + row * dim * 4, c, dim)
+        merge_row(
+            total.ctypes.data + row * dim * 4, total_state.ctypes.data + row * 16,
+            o.ctypes.data + row * dim * 4, state.ctypes.data + row * 16, dim,
+        )  # fmt: skip
 
 
 @jit(**EXACT)
@@ -242,44 +242,73 @@ def _write(total, state, rows, group, dim, where, first_row, head):  # type: ign
 
 
 @jit(**EXACT)
-def plan(starts, positions, num_kv_heads, group):  # type: ignore[no-untyped-def]
-    """Tasks of a step, the same for every layer.
+def _cut(begin, room, end):  # type: ignore[no-untyped-def]
+    """Where keys `begin ... end` of a row can be cut, nearest to `room` keys from their begin."""
+    last_split = (end - 1) // SPLIT * SPLIT
+    if 2 * (begin + room) >= last_split + end:
+        return end
+    return min((begin + room + SPLIT // 2) // SPLIT * SPLIT, last_split)
+
+
+@jit(**EXACT)
+def plan(starts, positions, num_kv_heads, group, num_shares):  # type: ignore[no-untyped-def]
+    """Tasks of a step, the same for every layer, and their shares of about as much work.
 
     Args:
         starts: int64 `[num_seqs + 1]`, rows of the sequences in the step.
         positions: int64 `[num_rows]`.
 
     Returns:
-        int64 `[num_tasks, 6]`: sequence, kv head, first row, rows, first key, last key + 1. A row
-        that comes alone has a task for each split; the tasks of one row and head are neighbours.
+        tasks: int64 `[num_tasks, 6]`: sequence, kv head, first row, rows, first key, last key + 1.
+            A row that comes alone has several where a share ends within it: one for its keys up to
+            there, and one for each split that follows. They are neighbours.
+        first_tasks: int64 `[num_shares + 1]`, where each share begins.
     """
     tokens = max(1, MAX_ROWS // group)
-    count = 0
+    most, total = 0, 0
     for i in range(len(starts) - 1):
         rows = starts[i + 1] - starts[i]
-        if rows == 1:
-            count += (positions[starts[i]] // SPLIT + 1) * num_kv_heads
-        else:
-            count += (rows + tokens - 1) // tokens * num_kv_heads
-    tasks = np.empty((count, 6), np.int64)
-    at = 0
+        for row in range(0, rows, tokens):
+            n = min(tokens, rows - row)
+            end = positions[starts[i] + row + n - 1] + 1
+            total += end * n * num_kv_heads
+            most += (1 if rows > 1 else (end + SPLIT - 1) // SPLIT) * num_kv_heads
+    tasks = np.empty((most, 6), np.int64)
+    first_tasks = np.zeros(num_shares + 1, np.int64)
+    at, share, done = 0, 0, 0
     for i in range(len(starts) - 1):
         first, rows = starts[i], starts[i + 1] - starts[i]
         for row in range(0, rows, tokens):
             n = min(tokens, rows - row)
             end = positions[first + row + n - 1] + 1
             for head in range(num_kv_heads):
-                step = SPLIT if rows == 1 else end
-                for key in range(0, end, step):
+                key = 0
+                while key < end:
+                    last = end
+                    if share + 1 < num_shares:
+                        room = total * (share + 1) // num_shares - done
+                        if rows == 1:
+                            last = _cut(key, room, end)
+                        elif 2 * room < end * n:
+                            last = key
+                        if last <= key:
+                            share += 1
+                            first_tasks[share] = at
+                            continue
+                    if key > 0:
+                        last = min(key + SPLIT, end)
                     tasks[at, 0], tasks[at, 1], tasks[at, 2] = i, head, first + row
-                    tasks[at, 3], tasks[at, 4], tasks[at, 5] = n, key, min(key + step, end)
+                    tasks[at, 3], tasks[at, 4], tasks[at, 5] = n, key, last
                     at += 1
-    return tasks
+                    done += (last - key) * n
+                    key = last
+    first_tasks[share + 1 :] = at
+    return tasks[:at], first_tasks
 
 
 @jit(**EXACT)
 def count_parts(tasks, positions):  # type: ignore[no-untyped-def]
-    """How many tasks are one split of several of a row that comes alone."""
+    """How many tasks are some of the keys of a row that comes alone."""
     count = 0
     for task in tasks:
         count += _is_part(task, positions)
@@ -289,6 +318,20 @@ def count_parts(tasks, positions):  # type: ignore[no-untyped-def]
 @jit(**EXACT)
 def _is_part(task, positions):  # type: ignore[no-untyped-def]
     return task[3] == 1 and (task[4] > 0 or task[5] <= positions[task[2]])
+
+
+@jit(**EXACT)
+def request_keys(  # type: ignore[no-untyped-def]
+    kv, task, tables, table_step, units_per_block, k, v, num_kv_heads, dim
+):
+    """Ask for the K and V that a task of one row reads first; arguments as in `attend`."""
+    sequence, head, begin, end = task[0], task[1], task[4], task[5]
+    unit_bytes = 16 * dim * (2 if len(kv) == 2 else 4)
+    table = tables[sequence * table_step : (sequence + 1) * table_step]
+    for unit in range(begin // 16, (min(begin + KEYS, end) + 15) // 16):
+        at = (_unit(table, unit, units_per_block) * num_kv_heads + head) * unit_bytes
+        request(k + at, unit_bytes)
+        request(v + at, unit_bytes)
 
 
 @jit(**EXACT)
@@ -333,6 +376,8 @@ def attend(  # type: ignore[no-untyped-def]
     position = positions[first_row]
     table = tables[sequence * table_step : (sequence + 1) * table_step]
     head_at = head * 16 * dim * item_size
+    if tokens == 1 and begin == 0:  # those of later splits were asked for by the one before
+        request_keys(kv, task, tables, table_step, units_per_block, k, v, num_kv_heads, dim)
     for key in range(begin, end, SPLIT):
         _attend_split(
             kv, q_rows.ctypes.data, rows, group, position, table, units_per_block, k + head_at,

@@ -47,6 +47,10 @@ FLOAT32_KV, BFLOAT16_KV = 1, 2
 
 _GROUPS = KEYS // LANES
 
+_AHEAD_IN = 2
+"""Level of the cache that the next keys are asked into: more requests can wait there than at the
+first, and a row's arithmetic goes on meanwhile."""
+
 
 def _load_kv(b: Any, kind: int, address: Any, element: Any) -> Any:
     if kind == BFLOAT16_KV:
@@ -72,7 +76,8 @@ def _make_scores(num_rows: int) -> Any:
 
             def body(first: Any, sums: list[Any]) -> list[Any]:
                 for unit in next_units:
-                    prefetch(b, unit, scaled(b, first, LANES * (2 if turn == 2 else 4)))
+                    line = scaled(b, first, LANES * (2 if turn == 2 else 4))
+                    prefetch(b, unit, line, cache_level=_AHEAD_IN)
                 for d in (b.add(first, i(n)) for n in range(turn)):
                     keys = [_load_kv(b, which, unit, scaled(b, d, LANES)) for unit in units]
                     new = []
@@ -133,7 +138,8 @@ def _make_values(num_rows: int, width: int) -> Any:
                 def body(t: Any, sums: list[Any]) -> list[Any]:
                     first = b.mul(t, dim)
                     for line in range(0, width * size, 64):
-                        prefetch(b, next_v, b.add(scaled(b, first, size), i(line)))
+                        where = b.add(scaled(b, first, size), i(line))
+                        prefetch(b, next_v, where, cache_level=_AHEAD_IN)
                     row_v = [
                         _load_kv(b, which, v, b.add(first, i(part)))
                         for part in range(0, width, LANES)
@@ -205,6 +211,23 @@ def softmax(typing_context, s, valid, state):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
+def request(typing_context, address, num_bytes):  # type: ignore[no-untyped-def]
+    """Ask for memory that is read soon, cache line by cache line."""
+
+    def generate(context, b, signature, arguments):  # type: ignore[no-untyped-def]
+        address, num_bytes = arguments
+
+        def body(at: Any, _: list[Any]) -> list[Any]:
+            prefetch(b, address, at, cache_level=_AHEAD_IN)
+            return []
+
+        loop(b, num_bytes, 64, [], body)
+        return context.get_dummy_value()
+
+    return types.void(i64, i64), generate
+
+
+@intrinsic
 def row_multiply(typing_context, x, factor, n):  # type: ignore[no-untyped-def]
     """`x *= factor` for n float32, n a multiple of 16."""
 
@@ -260,11 +283,24 @@ def row_expand(typing_context, kv, x, out, n):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def row_merge(typing_context, x, a, y, c, n):  # type: ignore[no-untyped-def]
-    """`x = x * a + y * c` for n float32, n a multiple of 16."""
+def merge_row(typing_context, x, x_state, y, y_state, n):  # type: ignore[no-untyped-def]
+    """Bring a row's result of other keys, y, into x, n float32 each, n a multiple of 16.
 
-    def generate(context, b, signature, arguments):  # type: ignore[no-untyped-def]
-        x, a, y, c, n = arguments
+    x_state and y_state: float32 m and l, as in `softmax`; x's are brought up to date.
+    """
+
+    def emit(b: Any, arguments: list[Any]) -> None:
+        x, x_state, y, y_state, n = arguments
+        m, other = (load(b, state, i(0), F32, 4) for state in (x_state, y_state))
+        top = b.select(b.fcmp_ordered(">", other, m), other, m)
+        exponents = splat(b, b.fsub(m, top))
+        second = ir.Constant(I32, 1)
+        factors = exp(b, b.insert_element(exponents, b.fsub(other, top), second))
+        a, c = (b.extract_element(factors, ir.Constant(I32, lane)) for lane in (0, 1))
+        scaled_l = b.fmul(load(b, x_state, i(4), F32, 4), a)
+        new_l = b.fadd(scaled_l, b.fmul(load(b, y_state, i(4), F32, 4), c))
+        for at, value in enumerate((top, new_l)):
+            store(b, value, x_state, i(4 * at), 4)
         a, c = splat(b, a), splat(b, c)
 
         def body(at: Any, _: list[Any]) -> list[Any]:
@@ -274,19 +310,12 @@ def row_merge(typing_context, x, a, y, c, n):  # type: ignore[no-untyped-def]
             return []
 
         loop(b, n, LANES, [], body)
-        return context.get_dummy_value()
-
-    return types.void(i64, f32, i64, f32, i64), generate
-
-
-@intrinsic
-def exp_scalar(typing_context, x):  # type: ignore[no-untyped-def]
-    """exp of one float32, as the vectors compute it."""
 
     def generate(context, b, signature, arguments):  # type: ignore[no-untyped-def]
-        return b.extract_element(exp(b, splat(b, arguments[0])), ir.Constant(I32, 0))
+        outlined(b, "flashpage_merge_row", arguments, emit)
+        return context.get_dummy_value()
 
-    return f32(f32), generate
+    return types.void(*[i64] * 5), generate
 
 
 @intrinsic

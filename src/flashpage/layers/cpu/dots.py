@@ -47,7 +47,8 @@ X_BYTES, XS_ROW, XS_BYTES = 64, 16, 256
 together (`linear.scales_of`)"""
 
 _AHEAD = 4096
-"""bytes by which weights are asked for before they are needed: the next group follows in memory"""
+"""bytes by which weights are asked for before they are needed, and their scales by as many blocks:
+the next group follows in memory. They go into the second cache, where more requests can wait."""
 
 
 def _parts(b: Any, x: Any, count: int) -> list[Any]:
@@ -219,7 +220,11 @@ def _make(num_rows: int, kind: int) -> Any:
             def body(block: Any, totals: list[Any]) -> list[Any]:
                 offset = scaled(b, block, BLOCK_BYTES[kind])
                 for line in range(0, BLOCK_BYTES[kind], 64):
-                    prefetch(b, w, b.add(offset, i(_AHEAD + line)))
+                    prefetch(b, w, b.add(offset, i(_AHEAD + line)), cache_level=2)
+                s_ahead = b.add(block, i(_AHEAD // BLOCK_BYTES[kind]))
+                for line in range(0, SCALE_BYTES[kind], 64):
+                    at = b.add(scaled(b, s_ahead, SCALE_BYTES[kind]), i(line))
+                    prefetch(b, s, at, cache_level=2)
                 vectors = weight_vectors(b, w, offset, bits)
                 # Of each row and half of the block: the sums of high and of low parts.
                 sums = [[[ZERO_I, ZERO_I] for _ in range(num_sums)] for _ in rows]

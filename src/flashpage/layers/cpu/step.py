@@ -11,7 +11,14 @@ import numba
 import numpy as np
 
 from flashpage.attention.cpu.numba_math import bytes_at, float32_at, jit
-from flashpage.layers.cpu.attention import attend, count_parts, join, plan, scratch_size
+from flashpage.layers.cpu.attention import (
+    attend,
+    count_parts,
+    join,
+    plan,
+    request_keys,
+    scratch_size,
+)
 from flashpage.layers.cpu.attention_vectors import store_key, store_value, write_rotated
 from flashpage.layers.cpu.dots import X_BYTES, XS_BYTES
 from flashpage.layers.cpu.linear import (
@@ -51,6 +58,9 @@ and its first output column stand, after what `multiply_group` takes."""
 
 TICKET_ROWS = 16
 """rows from which threads take work piece by piece: one may be slower than another"""
+
+TICKETS = 8
+"""shares of attention for each thread where they take it piece by piece"""
 
 ATTENTION = 16
 """where the counter of attention stands, after those of the projections"""
@@ -194,7 +204,7 @@ def places(arena, offsets):  # type: ignore[no-untyped-def]
 def _work(  # type: ignore[no-untyped-def]
     thread, threads, counters, patience, form, kv, x_array, slots, positions, tables, table_step,
     units_per_block, weights, vectors, caches, cos, sin, final_norm, eps, scale, shape, out, tasks,
-    num_parts, partial, states, arena, offsets, tickets,
+    first_tasks, num_parts, partial, states, arena, offsets, tickets,
 ):  # fmt: skip
     """One thread's part of `run`. After each `meet` everything from before it is there."""
     counter, x = counters.ctypes.data, x_array.ctypes.data
@@ -238,6 +248,11 @@ def _work(  # type: ignore[no-untyped-def]
             tickets[layer, QKV],
             tile_room,
         )
+        if first_tasks[thread] < first_tasks[thread + 1] and num_rows < TICKET_ROWS:
+            request_keys(
+                kv, tasks[first_tasks[thread]], tables, table_step, units_per_block,
+                caches[layer, 0], caches[layer, 1], hkv, dim,
+            )  # fmt: skip
         meet(counter, threads, patience)
         for i in range(first_head, last_head):
             row = i // heads
@@ -248,15 +263,17 @@ def _work(  # type: ignore[no-untyped-def]
                 hkv, dim, row_room.ctypes.data,
             )  # fmt: skip
         meet(counter, threads, patience)
-        t = thread if num_rows < TICKET_ROWS else take(tickets[layer].ctypes.data + 8 * ATTENTION)
-        while t < len(tasks):
+        t, last_t = first_tasks[thread], first_tasks[thread + 1]
+        if num_rows >= TICKET_ROWS:
+            t, last_t = take(tickets[layer].ctypes.data + 8 * ATTENTION), len(tasks)
+        while t < last_t:
             at = t if num_parts > 0 else 0
             attend(
                 kv, tasks[t], q, positions, tables, table_step, units_per_block, caches[layer, 0],
                 caches[layer, 1], hkv, group, dim, where, partial[at], states[at], scratch,
             )  # fmt: skip
             if num_rows < TICKET_ROWS:
-                t += threads
+                t += 1
             else:
                 t = take(tickets[layer].ctypes.data + 8 * ATTENTION)
         meet(counter, threads, patience)
@@ -357,7 +374,8 @@ def run(  # type: ignore[no-untyped-def]
     for i in range(8):
         offsets[i + 1] = offsets[i] + (sizes[i] + 63) // 64 * 64
     arena = np.empty(offsets[8] + 64, np.uint8)
-    tasks = plan(starts, positions, hkv, group)
+    shares = threads if rows < TICKET_ROWS else threads * TICKETS
+    tasks, first_tasks = plan(starts, positions, hkv, group, shares)
     num_parts = count_parts(tasks, positions)
     # The parts' results are found by the number of their task.
     partial = np.empty((len(tasks) if num_parts > 0 else 1, group * dim), np.float32)
@@ -371,8 +389,8 @@ def run(  # type: ignore[no-untyped-def]
         _work(
             np.int64(thread), threads, counters, patience, form, kv, x, slots, positions,
             flat_tables, table_step, units_per_block, weights, vectors, caches, cos, sin,
-            final_norm, eps, scale, shape, out, tasks, num_parts, partial, states, arena, offsets,
-            tickets,
+            final_norm, eps, scale, shape, out, tasks, first_tasks, num_parts, partial, states,
+            arena, offsets, tickets,
         )  # fmt: skip
     return all_came(counters)
 

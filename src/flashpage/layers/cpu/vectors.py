@@ -138,13 +138,18 @@ def reduce_max(b: Any, x: Any) -> Any:
     return b.extract_element(x, ir.Constant(I32, 0))
 
 
-def prefetch(b: Any, address: Any, byte_offset: Any, *, to_write: bool = False) -> None:
-    """Ask for a cache line that is needed soon; any address will do."""
+def prefetch(
+    b: Any, address: Any, byte_offset: Any, *, to_write: bool = False, cache_level: int = 1
+) -> None:
+    """Ask for a cache line that is needed soon, into caches from `cache_level` on.
+
+    Any address will do.
+    """
     bytes_ = ir.PointerType(I8)
     function = declare(b, "llvm.prefetch.p0", ir.VoidType(), [bytes_, I32, I32, I32])
-    purpose, all_caches, data_cache = (ir.Constant(I32, n) for n in (int(to_write), 3, 1))
+    purpose, caches, data_cache = (ir.Constant(I32, n) for n in (int(to_write), 4 - cache_level, 1))
     place = pointer(b, address, byte_offset, I8)
-    b.call(function, [place, purpose, all_caches, data_cache])
+    b.call(function, [place, purpose, caches, data_cache])
 
 
 def keep_order(b: Any) -> None:
