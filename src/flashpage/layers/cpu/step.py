@@ -19,7 +19,7 @@ from flashpage.layers.cpu.attention import (
     request_keys,
     scratch_size,
 )
-from flashpage.layers.cpu.attention_vectors import store_key, store_value, write_rotated
+from flashpage.layers.cpu.attention_vectors import request, store_key, store_value, write_rotated
 from flashpage.layers.cpu.dots import X_BYTES, XS_BYTES
 from flashpage.layers.cpu.linear import (
     EXACT,
@@ -64,6 +64,10 @@ TICKETS = 8
 
 ATTENTION = 16
 """where the counter of attention stands, after those of the projections"""
+
+REQUESTED = 8192
+"""bytes of weights that a thread asks for before it meets the others, and of their scales as many
+groups'"""
 
 MLP_ROWS = 128
 """rows for which gate and up are computed before they are multiplied"""
@@ -117,6 +121,23 @@ def _project(  # type: ignore[no-untyped-def]
 
 
 @jit(**EXACT)
+def _request_columns(parts, num_rows, thread, threads):  # type: ignore[no-untyped-def]
+    """Ask for what `_project` will read first, before this thread waits for the others."""
+    part = parts[0]
+    if num_rows < TICKET_ROWS:
+        first, last = share(part[GROUPS], thread, threads)
+        _request_groups(part, first, last)
+
+
+@jit(**EXACT)
+def _request_groups(part, first, last):  # type: ignore[no-untyped-def]
+    weights, scales = part[3] * part[4], part[3] * part[5]
+    last = min(last, first + (REQUESTED + weights - 1) // weights)
+    request(part[0] + first * weights, min(REQUESTED, (last - first) * weights))
+    request(part[1] + first * scales, min(REQUESTED, (last - first) * scales))
+
+
+@jit(**EXACT)
 def _find(parts, column):  # type: ignore[no-untyped-def]
     """The part that an output column is in, and the group within."""
     at = 0
@@ -161,6 +182,16 @@ def _gate_and_up(  # type: ignore[no-untyped-def]
                 scales = scales_of(qs, rows_from + row, size // BLOCK) + block * XS_BYTES
                 row_quantize(gate, at, scales, BLOCK)
         block = take(tickets.ctypes.data) if num_rows >= TICKET_ROWS else block + 1
+
+
+@jit(**EXACT)
+def _request_gate_and_up(parts, num_rows, size, thread, threads):  # type: ignore[no-untyped-def]
+    """As `_request_columns`, for `_gate_and_up`."""
+    if num_rows < TICKET_ROWS:
+        block, last = share(size // BLOCK, thread, threads)
+        for column in (block * 32, block * 32 + size):
+            at, group = _find(parts, column)
+            _request_groups(parts[at], group, group + 2 * (last - block))
 
 
 @jit(**EXACT)
@@ -276,6 +307,7 @@ def _work(  # type: ignore[no-untyped-def]
                 t += 1
             else:
                 t = take(tickets[layer].ctypes.data + 8 * ATTENTION)
+        _request_columns(w[O], num_rows, thread, threads)
         meet(counter, threads, patience)
         if num_parts > 0:
             for t in range(thread, len(tasks), threads):
@@ -295,6 +327,7 @@ def _work(  # type: ignore[no-untyped-def]
             tickets[layer, O],
             tile_room,
         )
+        _request_gate_and_up(w[GATE_UP], num_rows, intermediate, thread, threads)
         meet(counter, threads, patience)
         if v[O_BIAS] != 0:
             first, last = share(num_rows, thread, threads)
@@ -308,6 +341,7 @@ def _work(  # type: ignore[no-untyped-def]
             form, w[GATE_UP], v[GATE_UP_BIAS], xq, xs, num_rows, intermediate, fq, fqs,
             thread, threads, tickets[layer, GATE_UP], tile_room,
         )  # fmt: skip
+        _request_columns(w[DOWN], num_rows, thread, threads)
         meet(counter, threads, patience)
         _project(
             form,
@@ -323,6 +357,8 @@ def _work(  # type: ignore[no-untyped-def]
             tickets[layer, DOWN],
             tile_room,
         )
+        if layer + 1 < len(weights):
+            _request_columns(weights[layer + 1, QKV], num_rows, thread, threads)
         meet(counter, threads, patience)
         if v[DOWN_BIAS] != 0:
             first, last = share(num_rows, thread, threads)
