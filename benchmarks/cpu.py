@@ -55,7 +55,10 @@ def serve(engine: str, case: Case, options: argparse.Namespace) -> None:
     """Load an engine in this process; then for every line of stdin one round, told on stdout."""
     began = time.perf_counter()
     _, batch, length, new, times_prompt = case
-    run = PEERS[engine](options.model, options.threads, batch, length + new)
+    try:
+        run = PEERS[engine](options.model, options.threads, batch, length + new)
+    except ImportError as error:
+        sys.exit(f"{engine} is not installed: {error}")
     print(json.dumps({"load": time.perf_counter() - began}), flush=True)
     for line in sys.stdin:
         numbers = random.Random(int(line))
@@ -154,14 +157,31 @@ def bytes_per_token(path: str) -> float:
     return weights + kv_token * (case.prompt + case.new / 2)
 
 
+def _positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return number
+
+
+def _existing(text: str) -> str:
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"{text} is not a file")
+    return text
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="a .gguf file; the default model's")
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--rounds", type=int, default=5, help="medians of so many")
-    parser.add_argument("--engines", nargs="+", choices=PEERS, default=list(PEERS))
-    parser.add_argument("--peer-python", default=sys.executable)
-    parser.add_argument("--cases", nargs="+", choices=[c.name for c in CASES])
+    parser.add_argument("--model", type=_existing, help="a .gguf file; the default model's")
+    parser.add_argument("--threads", type=_positive, default=os.cpu_count(), help="all cores")
+    parser.add_argument("--rounds", type=_positive, default=5, help="medians of so many")
+    parser.add_argument("--engines", nargs="+", choices=PEERS, default=list(PEERS), help="all")
+    parser.add_argument(
+        "--peer-python",
+        type=_existing,
+        default=sys.executable,
+        help="a Python that has llama-cpp-python and openvino-genai",
+    )
+    parser.add_argument("--cases", nargs="+", choices=[c.name for c in CASES], help="all")
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -180,6 +200,8 @@ def main() -> None:
     info = setup()
     print(f"{Path(options.model).name}, {options.threads} threads, {options.rounds} rounds")
     results = {c.name: measure(c, options) for c in CASES if c.name in options.cases}
+    if not any(engine in r for r in results.values() for engine in options.engines):
+        sys.exit("nothing was measured")
     medians = {
         engine: {
             case: statistics.median(r[engine]["rates"])

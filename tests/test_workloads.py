@@ -150,6 +150,12 @@ def test_a_batch_that_does_not_fit_is_told_and_not_measured(options):
     assert rows[-1] == {"case": "batch 13", "not_measured": "needs 416 pages, the cache has 200"}
 
 
+def test_a_workload_too_long_for_the_model_says_what_to_do(options):
+    short = dataclasses.replace(options, model=CONFIG | {"max_position_embeddings": 64}, scale=0.5)
+    with pytest.raises(ArgumentError, match="64 positions.*a smaller scale shrinks the workload"):
+        workloads.mixed(short)
+
+
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_ablation_switches_one_thing_off_at_a_time(on_gpu, options, monkeypatch):
     monkeypatch.setattr(Options, "on_gpu", on_gpu)

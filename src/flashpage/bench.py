@@ -63,7 +63,6 @@ def run_bench(setup: BenchSetup) -> BenchResult:
     Raises:
         FlashpageError: the model can not be loaded or can not hold such a sequence.
     """
-    import torch
 
     from flashpage.engine.llm import LLM
 
@@ -95,7 +94,7 @@ def run_bench(setup: BenchSetup) -> BenchResult:
     return BenchResult(
         name=llm.name,
         dtype=str(llm.engine.config.dtype).removeprefix("torch."),
-        threads=torch.get_num_threads(),
+        threads=_threads(llm),
         load_seconds=load_seconds,
         total_seconds=end - start,
         prefill_rate=setup.batch * setup.prompt_len / (all_started - start),
@@ -103,6 +102,17 @@ def run_bench(setup: BenchSetup) -> BenchResult:
         output_rate=new_tokens / (end - start),
         mean_time_to_first_token=sum(first) / len(first),
     )
+
+
+def _threads(llm: LLM) -> int:
+    """How many compute."""
+    import torch
+
+    from flashpage.models.quantized import QuantizedDecoder, num_threads
+
+    if isinstance(llm.engine.model, QuantizedDecoder):
+        return num_threads()
+    return torch.get_num_threads()
 
 
 def print_report(setup: BenchSetup, result: BenchResult) -> None:

@@ -70,7 +70,8 @@ def _options(
 Model = Annotated[
     str | None,
     typer.Option(
-        help="Directory, .gguf file, Hugging Face Hub id, or config.json for dummy weights. "
+        help="Directory, .gguf file, Hugging Face Hub id, or for dummy weights a config.json or "
+        "qwen3-0.6b. "
         "Default: SmolLM2-135M-Instruct, fetched once (93 MB)."
     ),
 ]

@@ -64,14 +64,19 @@ class Options:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         self.progress("loading the model")
-        return LLM(
-            self.model,
-            load_format=self.load_format,
-            dtype=self.dtype,
-            device=self.device,
-            seed=self.seed,
-            **(self.engine | arguments),
-        )
+        try:
+            return LLM(
+                self.model,
+                load_format=self.load_format,
+                dtype=self.dtype,
+                device=self.device,
+                seed=self.seed,
+                **(self.engine | arguments),
+            )
+        except ArgumentError as error:
+            if str(error).startswith("max_model_len"):
+                raise ArgumentError(f"{error}; a smaller scale shrinks the workload") from error
+            raise
 
 
 def mixed_asks(options: Options, temperature: float = 0.6) -> list[Ask]:

@@ -6,7 +6,9 @@ same memory as for a CUDA graph.
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 
 import numpy as np
 import pytest
@@ -51,6 +53,49 @@ def test_the_same_tokens_as_without_graphs(config, overlap, num_blocks):
     # Every step, those with chunks of prompts too.
     assert capture.replayed == engine.stats().steps
     assert (engine.stats().preemptions > 0) == (num_blocks == 30)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_penalties_beside_prompts_that_are_scored(overlap):
+    """Steps that score a prompt have no graph; the tokens they choose are counted all the same."""
+    penalised = SamplingParams(
+        max_tokens=24, temperature=0.0, presence_penalty=0.5, repetition_penalty=0.5
+    )
+    scored = SamplingParams(max_tokens=1, prompt_logprobs=1)
+
+    def tokens(capture, scores: bool) -> list[int]:
+        engine = make_engine(LLAMA, capture, overlap=overlap and capture is not None)
+        engine.add_request("penalised", [65] * 20 + [59, 213], penalised)
+        last, steps = None, 0
+        while engine.has_unfinished():
+            steps += 1
+            if scores and steps % 3 == 0 and steps < 24:
+                engine.add_request(f"scored-{steps}", [7, 8, 9, steps], scored)
+            for output in engine.step():
+                last = output if output.request_id == "penalised" else last
+        return last.token_ids
+
+    assert tokens(Again(), True) == tokens(None, False)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("graphs", [False, True])
+def test_what_has_ended_is_let_go(graphs, overlap):
+    engine = make_engine(LLAMA, Again() if graphs else None, overlap=overlap)
+    kept = []
+    for i in range(8):
+        options = {"presence_penalty": 0.5} if i % 2 else {}
+        engine.add_request(str(i), [3 + i, 7], SamplingParams(max_tokens=3 + i, **options))
+        kept.append(weakref.ref(engine._requests[str(i)]))
+    engine.add_request("aborted", [3, 4], SamplingParams(max_tokens=9, presence_penalty=0.5))
+    kept.append(weakref.ref(engine._requests["aborted"]))
+    engine.step()
+    engine.abort("aborted")
+    while engine.has_unfinished():
+        engine.step()
+    gc.collect()
+    # A step that was launched before the last token was known may be under way.
+    assert sum(request() is not None for request in kept) <= len(engine._in_flight)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -195,6 +240,7 @@ def test_the_host_and_the_device_are_told_the_same_wishes():
         sequence.token_ids += [8] * rng.randrange(5)
         by_host = runner._row_sampling(sequence, frozenset())
         by_device = plain_sampling(Wishes().of([sequence]), [len(sequence.token_ids)])
-        for name in ("uniform", "top_p", "min_p", "top_k"):
+        drawn = () if params.is_greedy else ("uniform",)
+        for name in (*drawn, "top_p", "min_p", "top_k"):
             assert getattr(by_device, name).item() == getattr(by_host, name), name
         assert by_device.temperature.item() == np.float32(by_host.temperature)

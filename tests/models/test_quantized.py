@@ -204,6 +204,7 @@ def test_neighbours_of_one_kind_are_one_matrix() -> None:
     ("variable", "value", "threads", "said"),
     [
         ("OMP_THREAD_LIMIT", "1", 1, "2 threads do not run at the same time here"),
+        ("NUMBA_NUM_THREADS", "1", 1, "2 threads were asked for, quantised weights are computed"),
         ("NUMBA_THREADING_LAYER", "workqueue", 2, "the threading layer workqueue, not omp"),
     ],
 )
@@ -213,8 +214,8 @@ def test_threads_that_are_not_to_be_had(variable: str, value: str, threads: int,
         "from flashpage.models.quantized import num_threads\n"
         f"assert num_threads() == {threads}, num_threads()\n"
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), variable: value}
-    environment["NUMBA_NUM_THREADS"] = "2"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment |= {"NUMBA_NUM_THREADS": "2", variable: value}
     environment.pop("OMP_NUM_THREADS", None)
     result = subprocess.run(
         [sys.executable, "-c", script],

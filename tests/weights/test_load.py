@@ -58,6 +58,10 @@ class TestDummy:
             else:
                 assert slot.target.std().item() == pytest.approx(0.02, rel=0.1)
 
+    def test_a_name_that_is_no_config(self) -> None:
+        with pytest.raises(CheckpointError, match="'qwen3-0.7b' is no file.* qwen3-0.6b"):
+            load_model("qwen3-0.7b", load_format="dummy")
+
     def test_needs_a_config(self, tiny_config: Any) -> None:
         with pytest.raises(ArgumentError, match="config"):
             load_model(load_format="dummy")
@@ -147,6 +151,18 @@ class TestSource:
     def test_directory_without_config(self, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"no config\.json"):
             load_model(tmp_path)
+
+    def test_a_gguf_file_as_safetensors(self, tmp_path: Path) -> None:
+        path = tmp_path / "model.gguf"
+        path.touch()
+        with pytest.raises(CheckpointError, match="is a .gguf file, but load_format = 'safetens"):
+            load_model(path, load_format="safetensors")
+
+    def test_a_config_alone(self, tmp_path: Path) -> None:
+        path = tmp_path / "config.json"
+        path.write_text("{}")
+        with pytest.raises(CheckpointError, match="for random weights.*load_format='dummy'"):
+            load_model(path)
 
     def test_file_of_another_kind(self, tmp_path: Path) -> None:
         (tmp_path / "model.safetensors").write_bytes(b"")

@@ -376,6 +376,7 @@ class Engine:
         request = sequence.request
         request.page_ids.update(sequence.block_ids)
         self._scheduler.remove(sequence, poisoned=reason == "error")
+        self._runner.forget(sequence)
         if request.is_finished:
             request.finish_time = time.perf_counter()
 

@@ -86,6 +86,10 @@ class Wishes:
             self._sequences, self._wishes = sequences, np.frombuffer(joined, _Wishes)
         return self._wishes
 
+    def forget(self) -> None:
+        """Hold no sequence: what has ended is not to be kept alive."""
+        self._sequences = []
+
 
 def plain_sampling(wishes: np.ndarray, ends: SequenceOf[int]) -> PlainSampling:
     """For the tokens at the places `ends` of the sequences, whose `Wishes` these are.

@@ -228,6 +228,12 @@ class Runner:
             launch.wait()
         return launch.result()
 
+    def forget(self, sequence: Sequence) -> None:
+        """Keep nothing of a sequence that has ended; a step that runs may still have it."""
+        self._wishes.forget()
+        if self._counts is not None:
+            self._counts.forget(sequence)
+
     @contextmanager
     def _waiting(self) -> Iterator[None]:
         began = time.perf_counter()
@@ -333,7 +339,7 @@ class Runner:
         sequences = [chunk.sequence for chunk in chunks]
         logits = self._model.compute_logits(hidden)
         places = list(range(len(sequences)))
-        if self._device.type == "cpu" and not self._config.overlap:
+        if self._device.type == "cpu" and not self._config.overlap and self._graphs is None:
             return self._choose(logits, sequences, places, places)
         wishes = self._wishes.of(sequences)
         penalties = self._penalties(sequences, wishes, [True] * len(sequences))

@@ -51,6 +51,13 @@ class TokenCounts:
         sequence.counts_row = row
         return row
 
+    def forget(self, sequence: Sequence) -> None:
+        """Hold a sequence that has ended no longer."""
+        row = sequence.counts_row
+        owner = self._owners[row - 1] if row > 0 else None
+        if owner is not None and owner.sequence is sequence:
+            self._owners[row - 1] = None
+
     def _count(self, counts: Tensor, sequence: Sequence) -> None:
         assert sequence.num_pending == 0, "a token that the host does not know was not counted"
         counts.zero_()

@@ -312,7 +312,20 @@ def num_threads() -> int:
     kernels(_SYNC)
     import numba
 
-    return _usable_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
+    wanted, most = torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS
+    if wanted > most:
+        _say_fewer(wanted, most)
+    return _usable_threads(min(wanted, most))
+
+
+@cache
+def _say_fewer(wanted: int, most: int) -> None:
+    logger.warning(
+        "%d threads were asked for, quantised weights are computed with by %d: no more than there "
+        "are processors, or than NUMBA_NUM_THREADS says",
+        wanted,
+        most,
+    )
 
 
 def _check_threads(everyone_came: bool, threads: int) -> None:

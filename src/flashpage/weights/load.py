@@ -217,8 +217,14 @@ def _as_path(source: Any, name: str = "model") -> Path:
 def _open_file(path: Path, load_format: str) -> _Checkpoint:
     if load_format == "gguf" or (load_format == "auto" and path.suffix == ".gguf"):
         return _open_gguf(path, path.stem)
+    if path.suffix == ".gguf":
+        raise CheckpointError(
+            f"{path} is a .gguf file, but load_format = 'safetensors' wants the directory that "
+            "holds config.json"
+        )
     raise CheckpointError(
-        f"{path} is not a .gguf file; for safetensors pass the directory that holds config.json"
+        f"{path} is not a .gguf file; for safetensors pass the directory that holds config.json, "
+        "for random weights of a config load_format='dummy'"
     )
 
 
@@ -254,12 +260,20 @@ def _open_dummy(model: ModelSource) -> _Checkpoint:
     if isinstance(model, Mapping):
         return _Checkpoint("dummy", ModelConfig.from_hf(model), None, lambda: None)
     if model is None:
-        raise ArgumentError("load_format='dummy' needs a config: pass a dict or a path")
+        raise ArgumentError(
+            "load_format='dummy' needs a config as model: a dict, the path of a config.json, or "
+            f"one of {', '.join(CONFIGS)}"
+        )
     if isinstance(model, str) and model in CONFIGS:
         return _Checkpoint(model, ModelConfig.from_hf(CONFIGS[model]), None, lambda: None)
     path = _as_path(model)
     if path.is_file():
         return _Checkpoint(path.stem, ModelConfig.from_hf(read_json(path)), None, lambda: None)
+    if not path.is_dir():
+        raise CheckpointError(
+            f"model = {str(model)!r} is no file or directory, and of the configs that need none "
+            f"there are {', '.join(CONFIGS)}"
+        )
     return _Checkpoint(path.name, _hf_config(path), None, lambda: _tokenizer_of(path))
 
 
