@@ -129,7 +129,6 @@ def measure(case: Case, options: argparse.Namespace) -> dict[str, Any]:
 
 @cache
 def _gibibyte() -> Any:
-    os.environ["OMP_WAIT_POLICY"] = "passive"  # not to spin beside the engines
     import torch
 
     return torch.ones(2**28)
@@ -189,7 +188,7 @@ def main() -> None:
         serve(options.engine, next(c for c in CASES if c.name == options.case), options)
         return
     options.cases = options.cases or [c.name for c in CASES]
-    read_rate()  # before torch is loaded otherwise
+    os.environ["OMP_WAIT_POLICY"] = "passive"  # not to spin beside the engines
     import torch
 
     from flashpage.weights.default_model import default_model_path
@@ -231,14 +230,15 @@ def main() -> None:
             f"sum of 1 GiB of float32 read after each round, {rate / 1e9:.1f} GB/s "
             f"(rounds: {', '.join(f'{share:.0%}' for share in shares)})"
         )
-    print()
-    print_table(
-        ("flashpage against", *results),
-        [
-            (e, *(f"{ours[c] / m[c]:.2f}x" if c in m and c in ours else "-" for c in results))
-            for e, m in medians.items()
-        ],
-    )
+    if ours and medians:
+        print()
+        print_table(
+            ("flashpage against", *results),
+            [
+                (e, *(f"{ours[c] / m[c]:.2f}x" if c in m and c in ours else "-" for c in results))
+                for e, m in medians.items()
+            ],
+        )
     finish("cpu", {**info, **vars(options)}, [{"case": c, **r} for c, r in results.items()])
 
 

@@ -21,10 +21,9 @@ _KEPT: list[object] = []
 
 
 def flashpage(path: str, threads: int, max_seqs: int, max_len: int) -> Run:
-    # As the command line does.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+    from flashpage.start import let_threads_sleep
 
+    let_threads_sleep()  # as the command line does
     from flashpage import LLM, SamplingParams
 
     llm = LLM(

@@ -63,7 +63,6 @@ def run_bench(setup: BenchSetup) -> BenchResult:
     Raises:
         FlashpageError: the model can not be loaded or can not hold such a sequence.
     """
-
     from flashpage.engine.llm import LLM
 
     started = time.perf_counter()

@@ -9,7 +9,6 @@ import contextlib
 import functools
 import io
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -24,7 +23,7 @@ from flashpage.errors import (
     RequestError,
     require,
 )
-from flashpage.start import collector_paused, seconds_since_start
+from flashpage.start import collector_paused, let_threads_sleep, seconds_since_start
 from flashpage.weights import default_model
 
 try:
@@ -106,12 +105,7 @@ LogStats = Annotated[
 
 def main() -> None:
     """Entry point of the `flashpage` command."""
-    # OpenMP reads it when torch is loaded. Threads that spin while they wait lose their turn to
-    # whatever else runs on the machine, at every step anew; but those that sleep at once must be
-    # woken for every kernel. So GNU's OpenMP may spin for a part of a millisecond: from one kernel
-    # to the next.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+    let_threads_sleep()
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A character that the terminal's encoding lacks must not end a text half-way.
         sys.stdout.reconfigure(errors="replace")

@@ -21,6 +21,17 @@ def seconds_since_start() -> float | None:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started
 
 
+def let_threads_sleep() -> None:
+    """How OpenMP's threads wait, unless the environment says so; read when torch is loaded.
+
+    Threads that spin while they wait lose their turn to whatever else runs on the machine, at every
+    step anew; but those that sleep at once must be woken for every kernel. So GNU's OpenMP may spin
+    for a part of a millisecond: from one kernel to the next.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+
+
 @contextmanager
 def collector_paused() -> Iterator[None]:
     """Within, Python's collector does not run; afterwards it leaves alone what was made within.

@@ -265,10 +265,7 @@ class Engine:
         no choice depends on a pending token, and no prompt is being scored."""
         return not any(
             s.is_running
-            and (
-                (s.num_pending and s.looks_back and not s.is_plain)
-                or s.next_prompt_logprob is not None
-            )
+            and ((s.num_pending and request.waits_for_tokens) or s.next_prompt_logprob is not None)
             for request in self._stepwise.values()
             for s in request.sequences
         )
@@ -306,7 +303,7 @@ class Engine:
         finished: set[str] = set()
         commit, eos_token_ids = self._scheduler.commit, self.eos_token_ids
         notes = result.notes
-        # Everything of a token in one body: of hundreds in a step, calls would be a third of it.
+        # Everything of a token in one body: there are hundreds in a step.
         for i, (chunk, token_id) in enumerate(zip(result.chunks, result.token_ids, strict=True)):
             sequence = chunk.sequence
             if token_id is not None:

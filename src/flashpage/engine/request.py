@@ -216,10 +216,14 @@ class Request:
         )
 
     @property
+    def waits_for_tokens(self) -> bool:
+        """Whether the host chooses each token, and looks at those before it."""
+        return self.looks_back and not self.is_plain
+
+    @property
     def waits_for_steps(self) -> bool:
-        """Whether its next step can not be told before the one that runs is done: a choice by the
-        host that looks at the tokens before it, or a prompt that is being scored."""
-        return (self.looks_back and not self.is_plain) or self.params.prompt_logprobs is not None
+        """Whether its next step may not be told before the one that runs is done."""
+        return self.waits_for_tokens or self.params.prompt_logprobs is not None
 
     @property
     def is_finished(self) -> bool:

@@ -99,7 +99,7 @@ class Scheduler:
                 # Else the pending token is its last.
                 has_room = sequence.is_running and start < len(sequence.block_ids) * block_size
                 if has_room or self._make_room(sequence, 1):
-                    # As `Chunk(...)`, in half the time: there is one of each decode.
+                    # As `Chunk(...)`, in 0.6 of the time: there is one of each decode.
                     chunk = (sequence, start, start + 1, True, sequence.generation)
                     chunks.append(new_tuple(Chunk, chunk))
         others_decode = bool(chunks)

@@ -96,7 +96,7 @@ def sample(logits: Tensor, rows: Sequence[RowSampling]) -> list[SampledRow]:
     drawn = [i for i, row in enumerate(rows) if row.temperature > 0 and i not in errors]
     if drawn:
         scores = temper(adjusted[drawn], [rows[i] for i in drawn])
-        bad = {drawn[j] for j in _non_finite_maxima(scores)}
+        bad = {drawn[j] for j in _not_finite(_most_likely(scores)[1])}
         for i in bad:
             errors[i] = (
                 f"temperature = {rows[i].temperature} and min_p = {rows[i].min_p} leave no "
@@ -384,12 +384,8 @@ class _Edits:
         return (rows, token_ids), torch.tensor(self.values, dtype=like.dtype, device=like.device)
 
 
-def _non_finite_maxima(logits: Tensor) -> dict[int, float]:
-    """Row index -> the row's maximum, where that is not finite."""
-    return _not_finite(_most_likely(logits)[1])
-
-
 def _not_finite(tops: list[float]) -> dict[int, float]:
+    """Row index -> the row's maximum, where that is not finite."""
     return {i: top for i, top in enumerate(tops) if not math.isfinite(top)}
 
 

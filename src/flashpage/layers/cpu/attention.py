@@ -15,7 +15,6 @@ from flashpage.layers.cpu.attention_vectors import (
     merge_row,
     narrow_values_1,
     narrow_values_4,
-    request,
     row_copy,
     row_expand,
     row_multiply,
@@ -34,7 +33,7 @@ from flashpage.layers.cpu.attention_vectors import (
 from flashpage.layers.cpu.dots import X_BYTES, XS_BYTES
 from flashpage.layers.cpu.linear import EXACT, scales_of
 from flashpage.layers.cpu.packing import BLOCK
-from flashpage.layers.cpu.vectors import row_quantize
+from flashpage.layers.cpu.vectors import request, row_quantize
 
 SPLIT = 128
 """keys per split: where the work of one row can be cut in two"""

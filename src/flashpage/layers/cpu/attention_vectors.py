@@ -14,6 +14,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from flashpage.layers.cpu.vectors import (
+    AHEAD_IN,
     F32,
     I32,
     LANES,
@@ -47,10 +48,6 @@ FLOAT32_KV, BFLOAT16_KV = 1, 2
 
 _GROUPS = KEYS // LANES
 
-_AHEAD_IN = 2
-"""Level of the cache that the next keys are asked into: more requests can wait there than at the
-first, and a row's arithmetic goes on meanwhile."""
-
 
 def _load_kv(b: Any, kind: int, address: Any, element: Any) -> Any:
     if kind == BFLOAT16_KV:
@@ -77,7 +74,7 @@ def _make_scores(num_rows: int) -> Any:
             def body(first: Any, sums: list[Any]) -> list[Any]:
                 for unit in next_units:
                     line = scaled(b, first, LANES * (2 if turn == 2 else 4))
-                    prefetch(b, unit, line, cache_level=_AHEAD_IN)
+                    prefetch(b, unit, line, cache_level=AHEAD_IN)
                 for d in (b.add(first, i(n)) for n in range(turn)):
                     keys = [_load_kv(b, which, unit, scaled(b, d, LANES)) for unit in units]
                     new = []
@@ -139,7 +136,7 @@ def _make_values(num_rows: int, width: int) -> Any:
                     first = b.mul(t, dim)
                     for line in range(0, width * size, 64):
                         where = b.add(scaled(b, first, size), i(line))
-                        prefetch(b, next_v, where, cache_level=_AHEAD_IN)
+                        prefetch(b, next_v, where, cache_level=AHEAD_IN)
                     row_v = [
                         _load_kv(b, which, v, b.add(first, i(part)))
                         for part in range(0, width, LANES)
@@ -208,23 +205,6 @@ def softmax(typing_context, s, valid, state):  # type: ignore[no-untyped-def]
         return context.get_dummy_value()
 
     return types.void(*[i64] * 3), generate
-
-
-@intrinsic
-def request(typing_context, address, num_bytes):  # type: ignore[no-untyped-def]
-    """Ask for memory that is read soon, cache line by cache line."""
-
-    def generate(context, b, signature, arguments):  # type: ignore[no-untyped-def]
-        address, num_bytes = arguments
-
-        def body(at: Any, _: list[Any]) -> list[Any]:
-            prefetch(b, address, at, cache_level=_AHEAD_IN)
-            return []
-
-        loop(b, num_bytes, 64, [], body)
-        return context.get_dummy_value()
-
-    return types.void(i64, i64), generate
 
 
 @intrinsic

@@ -19,6 +19,7 @@ from numba.extending import intrinsic
 from flashpage.layers.cpu import forms
 from flashpage.layers.cpu.packing import BLOCK_BYTES, Q4, Q4_WIDE, Q6_WIDE, Q8, SCALE_BYTES
 from flashpage.layers.cpu.vectors import (
+    AHEAD_IN,
     F32,
     I8,
     I16,
@@ -48,7 +49,7 @@ together (`linear.scales_of`)"""
 
 _AHEAD = 4096
 """bytes by which weights are asked for before they are needed, and their scales by as many blocks:
-the next group follows in memory. They go into the second cache, where more requests can wait."""
+the next group follows in memory."""
 
 
 def _parts(b: Any, x: Any, count: int) -> list[Any]:
@@ -220,11 +221,11 @@ def _make(num_rows: int, kind: int) -> Any:
             def body(block: Any, totals: list[Any]) -> list[Any]:
                 offset = scaled(b, block, BLOCK_BYTES[kind])
                 for line in range(0, BLOCK_BYTES[kind], 64):
-                    prefetch(b, w, b.add(offset, i(_AHEAD + line)), cache_level=2)
+                    prefetch(b, w, b.add(offset, i(_AHEAD + line)), cache_level=AHEAD_IN)
                 s_ahead = b.add(block, i(_AHEAD // BLOCK_BYTES[kind]))
                 for line in range(0, SCALE_BYTES[kind], 64):
                     at = b.add(scaled(b, s_ahead, SCALE_BYTES[kind]), i(line))
-                    prefetch(b, s, at, cache_level=2)
+                    prefetch(b, s, at, cache_level=AHEAD_IN)
                 vectors = weight_vectors(b, w, offset, bits)
                 # Of each row and half of the block: the sums of high and of low parts.
                 sums = [[[ZERO_I, ZERO_I] for _ in range(num_sums)] for _ in rows]

@@ -19,7 +19,7 @@ from flashpage.layers.cpu.attention import (
     request_keys,
     scratch_size,
 )
-from flashpage.layers.cpu.attention_vectors import request, store_key, store_value, write_rotated
+from flashpage.layers.cpu.attention_vectors import store_key, store_value, write_rotated
 from flashpage.layers.cpu.dots import X_BYTES, XS_BYTES
 from flashpage.layers.cpu.linear import (
     EXACT,
@@ -39,6 +39,7 @@ from flashpage.layers.cpu.sync import COUNTERS, all_came, meet, take
 from flashpage.layers.cpu.tiles import TILE_BYTES, UNPACKED_BYTES, begin_tiles, end_tiles
 from flashpage.layers.cpu.vectors import (
     half_at,
+    request,
     row_add,
     row_quantize,
     row_scale,

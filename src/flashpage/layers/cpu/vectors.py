@@ -138,6 +138,11 @@ def reduce_max(b: Any, x: Any) -> Any:
     return b.extract_element(x, ir.Constant(I32, 0))
 
 
+AHEAD_IN = 2
+"""Level of the cache that keys and weights are asked into: more requests can wait there than at the
+first, and arithmetic goes on meanwhile."""
+
+
 def prefetch(
     b: Any, address: Any, byte_offset: Any, *, to_write: bool = False, cache_level: int = 1
 ) -> None:
@@ -225,6 +230,23 @@ def exp(b: Any, x: Any) -> Any:
 def load_bfloat16(b: Any, address: Any, byte_offset: Any) -> Any:
     bits = b.zext(load(b, address, byte_offset, VI16, 2), VI32)
     return b.bitcast(b.shl(bits, integers(16)), VF32)
+
+
+@intrinsic
+def request(typing_context, address, num_bytes):  # type: ignore[no-untyped-def]
+    """Ask for memory that is read soon, cache line by cache line."""
+
+    def generate(context, b, signature, arguments):  # type: ignore[no-untyped-def]
+        address, num_bytes = arguments
+
+        def body(at: Any, _: list[Any]) -> list[Any]:
+            prefetch(b, address, at, cache_level=AHEAD_IN)
+            return []
+
+        loop(b, num_bytes, 64, [], body)
+        return context.get_dummy_value()
+
+    return types.void(i64, i64), generate
 
 
 @intrinsic
