@@ -49,9 +49,7 @@ def make_engine(config: dict, capture=None, **options) -> Engine:
     engine = Engine(model, None, EngineConfig(**sizes))
     engine.kv_cache.fill_(torch.nan)
     if capture is not None:
-        engine._runner = Runner(
-            model, engine.kv_cache, engine.config, engine.eos_token_ids, capture=capture
-        )
+        engine._runner = Runner(model, engine.kv_cache, engine.config, capture=capture)
     return engine
 
 

@@ -17,7 +17,7 @@ import torch
 from flashpage.engine import runner
 from flashpage.engine.config import EngineConfig
 from flashpage.engine.cuda_graph import FEW_CHUNKS, FEW_TOKENS, LONE_TOKENS, Inputs, Ladder, Shape
-from flashpage.engine.plain_sampling import Wishes, plain_sampling
+from flashpage.engine.plain_sampling import Company
 from flashpage.engine.request import Request
 from flashpage.engine.sampling_params import SamplingParams
 from flashpage.engine.seeds import mix_seed, mix_seeds
@@ -238,8 +238,9 @@ def test_the_host_and_the_device_are_told_the_same_wishes():
         )
         (sequence,) = request.sequences
         sequence.token_ids += [8] * rng.randrange(5)
-        by_host = runner._row_sampling(sequence, frozenset())
-        by_device = plain_sampling(Wishes().of([sequence]), [len(sequence.token_ids)])
+        sequence.length = len(sequence.token_ids)
+        by_host = runner._row_sampling(sequence)
+        by_device = Company([sequence]).plain_sampling([len(sequence.token_ids)])
         drawn = () if params.is_greedy else ("uniform",)
         for name in (*drawn, "top_p", "min_p", "top_k"):
             assert getattr(by_device, name).item() == getattr(by_host, name), name

@@ -27,10 +27,11 @@ def generate(tokenizer):
             max_tokens=params.max_tokens,
             seed=0,
             tokenizer=tokenizer if with_tokenizer else None,
+            eos_token_ids=frozenset({EOS}),
         )
         (sequence,) = request.sequences
         for token_id in tokens:
-            append_token(sequence, token_id, frozenset({EOS}))
+            append_token(sequence, token_id)
             if sequence.is_finished:
                 break
         return sequence

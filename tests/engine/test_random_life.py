@@ -301,9 +301,7 @@ def test_a_random_life(device, graphs, seconds, tokenizer, capfd):
 
     engine = make_engine(device, tokenizer)
     if graphs and device == "cpu":
-        engine._runner = Runner(
-            engine.model, engine.kv_cache, engine.config, engine.eos_token_ids, capture=Again()
-        )
+        engine._runner = Runner(engine.model, engine.kv_cache, engine.config, capture=Again())
     life = Life(engine, random.Random(seed))
     try:
         with capfd.disabled():  # a traceback of a hang must reach the terminal

@@ -11,6 +11,7 @@ import torch
 
 from flashpage.engine import runner
 from flashpage.engine.cuda_graph import StepGraphs
+from flashpage.engine.plain_sampling import Company
 from flashpage.engine.runner import Runner
 from flashpage.engine.sampling_params import SamplingParams
 from flashpage.engine.token_counts import TokenCounts
@@ -56,7 +57,8 @@ def test_a_step_with_overlap_that_fails_while_it_chooses_can_be_repeated(
     penalized = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True, **PENALIZED)
     requests = [([5, 6, 7], plain), ([8, 9], scored), ([10], plain), ([11] * 3, penalized)]
     expected = run(make_engine(LLAMA), requests)
-    whole = getattr(runner, name)
+    owner = Company if name == "plain_sampling" else runner
+    whole = getattr(owner, name)
     for failing in (1, 2, 5):
         calls = [0]
 
@@ -67,11 +69,11 @@ def test_a_step_with_overlap_that_fails_while_it_chooses_can_be_repeated(
             return whole(*args)
 
         engine = make_engine(LLAMA, Again() if with_graphs else None, overlap=True)
-        monkeypatch.setattr(runner, name, fail)
+        monkeypatch.setattr(owner, name, fail)
         # With graphs the tokens of a step are counted within it.
         num_errors = 0 if with_graphs and name == "count_tokens" else 1
         assert run(engine, requests, KeyboardInterrupt, num_errors) == expected
-        monkeypatch.setattr(runner, name, whole)
+        monkeypatch.setattr(owner, name, whole)
 
 
 @pytest.mark.parametrize("with_graphs", [False, True], ids=["eager", "graphs"])

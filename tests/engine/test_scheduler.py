@@ -33,6 +33,7 @@ def step(scheduler: Scheduler) -> list[tuple[Sequence, int]]:
         scheduler.commit(chunk)
         if chunk.is_last:
             chunk.sequence.token_ids.append(1000 + chunk.end)
+            chunk.sequence.length += 1
     scheduler.check()
     return [(chunk.sequence, chunk.num_tokens) for chunk in chunks]
 
@@ -169,7 +170,7 @@ def test_who_begins_like_one_under_way_waits_for_its_blocks():
     assert [(c.sequence, c.num_tokens) for c in first] == [(one, 15), (other, 1)]
     for chunk in first:
         scheduler.launched([chunk])
-    one.num_pending = 1
+    one.length += 1
     second = scheduler.schedule()
     assert [(c.sequence, c.num_tokens) for c in second] == [(one, 1), (other, 4), (late, 11)]
     for chunk in first:
@@ -177,7 +178,8 @@ def test_who_begins_like_one_under_way_waits_for_its_blocks():
     for chunk in second:
         scheduler.launched([chunk])
     one.token_ids.append(1)
-    other.num_pending = 1
+    one.length += 1
+    other.length += 1
     third = scheduler.schedule()
     chunks = [(c.sequence, c.num_tokens) for c in third]
     assert chunks == [(one, 1), (other, 1), (late, 4), (two, 3)]

@@ -81,7 +81,7 @@ class Engine:
         self.model = model
         self.kv_cache = allocate_kv_cache(model.config, config)
         self._scheduler = Scheduler(config)
-        self._runner = Runner(model, self.kv_cache, config, self.eos_token_ids)
+        self._runner = Runner(model, self.kv_cache, config)
         self._runner.compile_ahead()
         self._in_flight: deque[Launch] = deque()
         # Of a step that was interrupted while it waited for another: the next one returns them.
@@ -134,6 +134,7 @@ class Engine:
                 max_tokens=max_tokens,
                 seed=seed if params.seed is None else params.seed,
                 tokenizer=self.tokenizer,
+                eos_token_ids=self.eos_token_ids,
                 on_output=on_output,
                 reports_once=reports_once,
             )
@@ -294,34 +295,32 @@ class Engine:
         self._num_steps += 1
         self._scheduler.launched(chunks)
         for row, sequence in zip(launch.rows, launch.sampling, strict=True):
-            sequence.num_pending += 1
+            sequence.length += 1
             sequence.pending_row = row
         return True
 
     def _postprocess(self, result: StepResult) -> list[RequestOutput]:
         reported: dict[str, Request] = {}
         finished: set[str] = set()
-        commit, eos_token_ids = self._scheduler.commit, self.eos_token_ids
-        notes = result.notes
+        block_size, notes = self.config.block_size, result.notes
         # Everything of a token in one body: there are hundreds in a step.
         for i, (chunk, token_id) in enumerate(zip(result.chunks, result.token_ids, strict=True)):
-            sequence = chunk.sequence
-            if token_id is not None:
-                sequence.num_pending -= 1
+            sequence, start, end, is_last, _ = chunk
             if sequence.finish_reason is not None:
                 continue  # it ended while this step ran
-            commit(chunk)
+            if end // block_size > start // block_size:  # a block is full that was not before
+                self._scheduler.commit(chunk)
             error = None
-            ends_prompt = chunk.is_last and chunk.start < sequence.num_prompt_tokens
+            ends_prompt = is_last and start < sequence.num_prompt_tokens
             try:
-                if i in notes:
+                if notes and i in notes:
                     error = notes[i].error
                     self._take_note(sequence, notes[i])
                 if error is None and token_id is not None:
                     if ends_prompt and sequence.request.first_token_time is None:
                         sequence.request.first_token_time = time.perf_counter()
                     self._num_generated += 1
-                    append_token(sequence, token_id, eos_token_ids)
+                    append_token(sequence, token_id)
             except Exception as raised:  # whatever a tokenizer raises when it decodes
                 error = error or f"the tokenizer can not decode its tokens: {show(raised)}"
             if error is not None:
@@ -330,7 +329,7 @@ class Engine:
                 if ends_prompt:
                     self._scheduler.add_first(sequence.request.siblings_waiting)
                     sequence.request.siblings_waiting = []
-                if chunk.is_last and token_id is None:
+                if is_last and token_id is None:
                     sequence.finish_reason = "length"
                 if sequence.finish_reason is not None:
                     self._finish(sequence, sequence.finish_reason)
@@ -338,7 +337,7 @@ class Engine:
             if has_ended and sequence.request.is_finished:
                 finished.add(sequence.request.request_id)
                 reported[sequence.request.request_id] = sequence.request
-            elif not sequence.reports_once and (chunk.is_last or has_ended):
+            elif not sequence.reports_once and (is_last or has_ended):
                 reported[sequence.request.request_id] = sequence.request
         for request_id in finished:
             del self._requests[request_id]

@@ -71,49 +71,35 @@ def pack_wishes(params: SamplingParams, seed: int, num_prompt_tokens: int) -> by
     return wishes.tobytes()
 
 
-class Wishes:
-    """Gathers what sequences asked for into an array, kept while they are the same: those that
-    decode together mostly do so for many steps."""
+class Company:
+    """Sequences that are in a step together, and what never changes of them, gathered once: those
+    that decode together mostly do so for many steps."""
 
-    def __init__(self) -> None:
-        self._sequences: list[Sequence] = []
-        self._wishes = np.zeros(0, _Wishes)
+    def __init__(self, sequences: SequenceOf[Sequence]) -> None:
+        self.sequences = sequences
+        self.all_generate = all(s.generates for s in sequences)
+        self.is_penalized = any(s.is_penalized for s in sequences)
+        self.is_plain = all(s.is_plain and not s.params.min_tokens for s in sequences)
+        """whether the device chooses all of their tokens"""
+        wishes = np.frombuffer(b"".join([s.wishes for s in sequences]), _Wishes)
+        self._of = {name: np.ascontiguousarray(wishes[name]) for name in _Wishes.names}
 
-    def of(self, sequences: list[Sequence]) -> np.ndarray:
-        """One entry per sequence."""
-        if sequences != self._sequences:
-            joined = b"".join([sequence.wishes for sequence in sequences])
-            self._sequences, self._wishes = sequences, np.frombuffer(joined, _Wishes)
-        return self._wishes
+    def plain_sampling(self, ends: SequenceOf[int]) -> PlainSampling:
+        """For the tokens at the places `ends` of the sequences.
 
-    def forget(self) -> None:
-        """Hold no sequence: what has ended is not to be kept alive."""
-        self._sequences = []
+        The random numbers are those that `mix_seed` gives one by one, so that no batch changes a
+        draw.
+        """
+        of = self._of
+        draws = np.array(ends, np.int64) - of["num_prompt_tokens"]
+        drawn = uniform(mix_seeds(of["seed"], draws.view(np.uint64)))
+        return PlainSampling(of["temperature"], of["min_p"], drawn, of["top_k"], of["top_p"])
 
-
-def plain_sampling(wishes: np.ndarray, ends: SequenceOf[int]) -> PlainSampling:
-    """For the tokens at the places `ends` of the sequences, whose `Wishes` these are.
-
-    The random numbers are those that `mix_seed` gives one by one, so that no batch changes a draw.
-    """
-    draws = np.array(ends, np.int64) - wishes["num_prompt_tokens"]
-    return PlainSampling(
-        wishes["temperature"],
-        wishes["min_p"],
-        uniform(mix_seeds(wishes["seed"], draws.astype(np.uint64))),
-        wishes["top_k"],
-        wishes["top_p"],
-    )
-
-
-def penalties_of(wishes: np.ndarray, rows: list[int]) -> Penalties:
-    """What the sequences with these `Wishes` ask for, and their rows of the table."""
-    return Penalties(
-        np.array(rows, np.int32),
-        wishes["repetition"],
-        wishes["presence"],
-        wishes["frequency"],
-    )
+    def penalties(self, rows: list[int]) -> Penalties:
+        """What they ask for, and their rows of the table."""
+        of = self._of
+        rows_of = np.array(rows, np.int32)
+        return Penalties(rows_of, of["repetition"], of["presence"], of["frequency"])
 
 
 def to_device(columns: PlainSampling | Penalties, device: torch.device) -> list[Tensor]:

@@ -8,7 +8,7 @@ from flashpage.engine.request import Sequence
 from flashpage.layers.sampler import TokenLogprobs
 
 
-def append_token(sequence: Sequence, token_id: int, eos_token_ids: frozenset[int]) -> None:
+def append_token(sequence: Sequence, token_id: int) -> None:
     """Add a generated token; sets `finish_reason` (and `stop_reason`) if it is the last one.
 
     A stop token's own text is shown only with `include_stop_str_in_output`. Nothing stops a
@@ -21,14 +21,11 @@ def append_token(sequence: Sequence, token_id: int, eos_token_ids: frozenset[int
     token_ids.append(token_id)
     if sequence.looks_back:
         sequence.output_counts[token_id] = sequence.output_counts.get(token_id, 0) + 1
-    num_output_tokens = len(token_ids) - sequence.num_prompt_tokens
-    may_stop = num_output_tokens > sequence.min_tokens
-    is_stop_token = token_id in sequence.stop_token_ids
-    is_eos = token_id in eos_token_ids and not sequence.ignores_eos
-    if may_stop and (is_eos or is_stop_token):
+    may_stop = len(token_ids) > sequence.min_length
+    if token_id in sequence.end_token_ids and may_stop:
         sequence.finish_reason = "stop"
-        sequence.stop_reason = token_id if is_stop_token else None
-    elif num_output_tokens >= sequence.max_tokens:
+        sequence.stop_reason = token_id if token_id in sequence.params.stop_token_ids else None
+    elif len(token_ids) >= sequence.max_length:
         sequence.finish_reason = "length"
     if sequence.detokenizer is None:
         return

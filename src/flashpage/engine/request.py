@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -44,7 +43,7 @@ class Sequence:
     is_running: bool = False  # in the scheduler's list, which is too long to search per token
     num_computed_tokens: int = 0  # those of a step that is still running count as computed
     num_committed_tokens: int = 0  # when the prefix cache was last told of full blocks
-    num_pending: int = 0  # tokens chosen by steps that have not been waited for
+    length: int = field(init=False)  # tokens, those of steps that were not waited for included
     pending_row: int = -1  # where the last of these steps leaves its token
     generation: int = 0  # how often its pages were given back
     block_ids: array[int] = field(default_factory=lambda: array("i"))
@@ -60,12 +59,11 @@ class Sequence:
     generates: bool = field(init=False)
     scores_prompt: bool = field(init=False)
     reports_once: bool = field(init=False)
-    ignores_eos: bool = field(init=False)
-    stop_token_ids: SequenceOf[int] = field(init=False)
-    max_tokens: int = field(init=False)
-    min_tokens: int = field(init=False)
+    end_token_ids: frozenset[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
-    max_length: int = field(init=False)  # tokens, the prompt's included, at most
+    # In tokens, the prompt's included: before it has more than the one no token ends it.
+    min_length: int = field(init=False)
+    max_length: int = field(init=False)
     wishes: bytes = field(init=False)
 
     text: str = ""
@@ -81,19 +79,18 @@ class Sequence:
 
     def __post_init__(self) -> None:
         request = self.request
+        self.length = len(self.token_ids)
         self.params = params = request.params
         self.is_plain = request.is_plain
         self.looks_back = request.looks_back
         self.is_penalized = self.is_plain and self.looks_back
         self.scores_prompt = params.prompt_logprobs is not None
         self.reports_once = request.reports_once
-        self.ignores_eos = params.ignore_eos
-        self.stop_token_ids = params.stop_token_ids
-        self.max_tokens = request.max_tokens
-        self.generates = self.max_tokens > 0
-        self.min_tokens = params.min_tokens
+        self.generates = request.max_tokens > 0
+        self.end_token_ids = request.end_token_ids
         self.num_prompt_tokens = request.num_prompt_tokens
-        self.max_length = self.num_prompt_tokens + self.max_tokens
+        self.min_length = self.num_prompt_tokens + params.min_tokens
+        self.max_length = self.num_prompt_tokens + request.max_tokens
         self.wishes = pack_wishes(params, self.seed, self.num_prompt_tokens)
 
     @property
@@ -107,14 +104,19 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def num_pending(self) -> int:
+        """Tokens of steps that were launched and have not been waited for."""
+        return self.length - len(self.token_ids)
+
+    @property
     def num_chosen_tokens(self) -> int:
         """Generated tokens, pending ones included."""
-        return len(self.token_ids) - self.num_prompt_tokens + self.num_pending
+        return self.length - self.num_prompt_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:
         """Tokens, a pending one included, whose keys and values are not in the cache."""
-        return len(self.token_ids) + self.num_pending - self.num_computed_tokens
+        return self.length - self.num_computed_tokens
 
     @property
     def is_finished(self) -> bool:
@@ -169,6 +171,7 @@ class Request:
         max_tokens: int,
         seed: int,
         tokenizer: Decoder | None,
+        eos_token_ids: frozenset[int] = frozenset(),
         on_output: Callable[[RequestOutput], None] | None = None,
         reports_once: bool = False,
     ) -> None:
@@ -178,6 +181,9 @@ class Request:
         self.num_prompt_tokens = len(prompt_token_ids)
         self.params = params
         self.max_tokens = max_tokens
+        self.end_token_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            self.end_token_ids |= eos_token_ids
         self.on_output = on_output
         self.reports_once = reports_once
         self.prompt_logprobs: list[TokenLogprobDict | None] | None = (

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, compress
-from operator import attrgetter
+from operator import itemgetter
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -21,13 +21,7 @@ from flashpage.attention.triton.runtime import can_compile_ahead, compiling_ahea
 from flashpage.cache.kv_cache import KVCache
 from flashpage.engine.config import EngineConfig
 from flashpage.engine.cuda_graph import Capture, Ladder, Shape, StepGraphs, cuda_capture
-from flashpage.engine.plain_sampling import (
-    Penalties,
-    Wishes,
-    penalties_of,
-    plain_sampling,
-    to_device,
-)
+from flashpage.engine.plain_sampling import Company, Penalties, to_device
 from flashpage.engine.request import Sequence
 from flashpage.engine.scheduler import Chunk
 from flashpage.engine.seeds import mix_seed, uniform
@@ -51,7 +45,7 @@ from flashpage.layers.sampler import (
 # Scoring a prompt needs a row of logits per token; a long chunk's are made this many at a time.
 SCORED_ROWS = 64
 
-_is_penalized = attrgetter("is_penalized")
+_sequence_of, _start_of, _end_of, _is_last = map(itemgetter, range(4))  # of chunks
 
 
 class Note(NamedTuple):
@@ -132,11 +126,6 @@ class Launch:
         return StepResult(self.chunks, token_ids, notes)
 
 
-def samples(chunks: list[Chunk]) -> list[bool]:
-    """Whether the token after each chunk is to be chosen."""
-    return [chunk.is_last and chunk.sequence.generates for chunk in chunks]
-
-
 class Runner:
     """Runs `model` (a module as in `flashpage.models`) over `kv_cache`.
 
@@ -150,19 +139,17 @@ class Runner:
         model: nn.Module,
         kv_cache: KVCache,
         config: EngineConfig,
-        eos_token_ids: frozenset[int],
         capture: Capture | None = None,
     ) -> None:
         self._model = model
         self._kv_cache = kv_cache
         self._config = config
         self._device = torch.device(config.device)
-        self._eos_token_ids = eos_token_ids
         self._ladder = Ladder(config)
         self.wait_seconds = 0.0
         """spent until the device was ready, in all calls"""
         self._counts: TokenCounts | None = None  # when the first penalty is asked for
-        self._wishes = Wishes()
+        self._company = Company([])
         # The tokens of the last step, which the next one may start from before the host knows them.
         self._sampled = torch.zeros(self._ladder.max_rows, dtype=torch.int64, device=self._device)
         # Where the host finds them, in turn: two steps are under way at most.
@@ -192,15 +179,15 @@ class Runner:
 
     def _launch(self, chunks: SequenceOf[Chunk]) -> Launch:
         if self._graphs is not None and not any(
-            c.sequence.scores_prompt and c.sequence.next_prompt_logprob is not None for c in chunks
+            s.scores_prompt and s.next_prompt_logprob is not None for s in map(_sequence_of, chunks)
         ):
             decodes: list[Chunk] = []
             others: list[Chunk] = []
             for chunk in chunks:
-                is_decode = 0 < chunk.start == chunk.end - 1
-                (decodes if is_decode else others).append(chunk)
+                _, start, end, _, _ = chunk
+                (decodes if 0 < start == end - 1 else others).append(chunk)
             # Longest contexts first: what a GPU begins last is to be short, lest all wait for it.
-            decodes.sort(key=attrgetter("start"), reverse=True)
+            decodes.sort(key=_start_of, reverse=True)
             shape = self._ladder.fit(len(decodes), len(others), sum(c.num_tokens for c in others))
             return self._replay(self._graphs, shape, decodes, others)
         slices = {chunk: _slice(chunk) for chunk in chunks}
@@ -213,7 +200,7 @@ class Runner:
             for i, (chunk, end) in enumerate(zip(chunks, ends, strict=True))
             if chunk.sequence.next_prompt_logprob is not None
         }
-        sampled_here = samples(chunks)
+        sampled_here = [chunk.is_last and chunk.sequence.generates for chunk in chunks]
         rows = [end - 1 for end in compress(ends, sampled_here)]
         sampling = list(compress(chunks, sampled_here))
         # A row each: they are all rows, in order.
@@ -230,7 +217,7 @@ class Runner:
 
     def forget(self, sequence: Sequence) -> None:
         """Keep nothing of a sequence that has ended; a step that runs may still have it."""
-        self._wishes.forget()
+        self._company = Company([])
         if self._counts is not None:
             self._counts.forget(sequence)
 
@@ -293,17 +280,19 @@ class Runner:
     ) -> Launch:
         chunks = decodes + others
         row_of = [*range(len(decodes)), *range(shape.decodes, shape.decodes + len(others))]
-        sampled_here = samples(chunks)
+        every = list(map(_sequence_of, chunks))
+        company = self._company_of(every)
+        sampled_here = list(map(_is_last, chunks))
+        if not company.all_generate:
+            sampled_here = [a and s.generates for a, s in zip(sampled_here, every, strict=True)]
         rows = list(compress(row_of, sampled_here))
-        every = [chunk.sequence for chunk in chunks]
         sequences = list(compress(every, sampled_here))
-        wishes = self._wishes.of(every)
-        sampling = plain_sampling(wishes, [chunk.end for chunk in chunks])
-        penalties = self._penalties(every, wishes, sampled_here)
+        sampling = company.plain_sampling(list(map(_end_of, chunks)))
+        penalties = self._penalties(company, sampled_here)
         counts = None if penalties is None else self._token_counts().table
         with self._repeatable(partial(graphs.undo, graphs.number)):
             hidden = graphs.replay(shape, decodes, others, sampling, penalties, counts)
-            by_host = self._not_plain(sequences)
+            by_host = self._by_host(company, sequences)
             if by_host:
                 logits = self._model.compute_logits(hidden[[rows[i] for i in by_host]])
                 sampled = self._choose(logits, sequences, rows, by_host)
@@ -341,14 +330,14 @@ class Runner:
         places = list(range(len(sequences)))
         if self._device.type == "cpu" and not self._config.overlap and self._graphs is None:
             return self._choose(logits, sequences, places, places)
-        wishes = self._wishes.of(sequences)
-        penalties = self._penalties(sequences, wishes, [True] * len(sequences))
+        company = self._company_of(sequences)
+        penalties = self._penalties(company, [True] * len(sequences))
         if penalties is not None:
             rows, *amounts = to_device(penalties, self._device)
             logits = penalize(logits, self._token_counts().table, rows, *amounts)
-        sampling = plain_sampling(wishes, [chunk.end for chunk in chunks])
+        sampling = company.plain_sampling([chunk.end for chunk in chunks])
         tokens = sample_plain(logits, *to_device(sampling, self._device))
-        by_host = self._not_plain(sequences)
+        by_host = self._by_host(company, sequences)
         before = self._sampled.clone()
         with self._repeatable(lambda: self._sampled.copy_(before)):
             self._sampled[: len(sequences)].copy_(tokens)
@@ -372,18 +361,21 @@ class Runner:
             undo()
             raise
 
-    def _penalties(
-        self, sequences: list[Sequence], wishes: np.ndarray, is_sampled: list[bool]
-    ) -> Penalties | None:
+    def _company_of(self, sequences: list[Sequence]) -> Company:
+        if sequences != self._company.sequences:
+            self._company = Company(sequences)
+        return self._company
+
+    def _penalties(self, company: Company, is_sampled: list[bool]) -> Penalties | None:
         """What the device is told of penalties, if there are any."""
-        if not any(map(_is_penalized, sequences)):
+        if not company.is_penalized:
             return None
         counts = self._token_counts()
         rows = [
             counts.row_of(sequence) if sampled and sequence.is_penalized else 0
-            for sequence, sampled in zip(sequences, is_sampled, strict=True)
+            for sequence, sampled in zip(company.sequences, is_sampled, strict=True)
         ]
-        return penalties_of(wishes, rows)
+        return company.penalties(rows)
 
     def _token_counts(self) -> TokenCounts:
         if self._counts is None:
@@ -391,12 +383,15 @@ class Runner:
             self._counts = TokenCounts(self._config.max_num_seqs, vocab_size, self._device)
         return self._counts
 
-    def _not_plain(self, sequences: list[Sequence]) -> list[int]:
-        """Those whose token is not chosen on the device."""
+    @staticmethod
+    def _by_host(company: Company, sampling: list[Sequence]) -> list[int]:
+        """Those of `sampling` whose token is not chosen on the device."""
+        if company.is_plain:
+            return []
         return [
             i
-            for i, s in enumerate(sequences)
-            if not s.is_plain or (s.min_tokens and s.num_chosen_tokens < s.min_tokens)
+            for i, s in enumerate(sampling)
+            if not s.is_plain or s.num_chosen_tokens < s.params.min_tokens
         ]
 
     def _choose(
@@ -407,7 +402,7 @@ class Runner:
 
         The device has chosen for the rest, and is told these tokens too, in their `places`.
         """
-        wishes = [_row_sampling(sequences[i], self._eos_token_ids) for i in by_host]
+        wishes = [_row_sampling(sequences[i]) for i in by_host]
         if self._device.type == "cuda":
             with self._waiting():
                 torch.cuda.current_stream().synchronize()
@@ -518,12 +513,10 @@ def _slice(chunk: Chunk) -> SequenceSlice:
     )
 
 
-def _row_sampling(sequence: Sequence, eos_token_ids: frozenset[int]) -> RowSampling:
+def _row_sampling(sequence: Sequence) -> RowSampling:
     """The sampler's view of a sequence, from its history alone: no step leaves a trace here."""
     params = sequence.params
-    masked: set[int] = set()
-    if sequence.num_chosen_tokens < params.min_tokens:
-        masked = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
+    may_not_end = sequence.num_chosen_tokens < params.min_tokens
     drawn = 0.0  # nobody draws for a greedy one
     if not params.is_greedy:
         drawn = uniform(mix_seed(sequence.seed, sequence.num_chosen_tokens))
@@ -542,6 +535,6 @@ def _row_sampling(sequence: Sequence, eos_token_ids: frozenset[int]) -> RowSampl
         output_counts=sequence.output_counts,
         seen_tokens=seen,
         logit_bias=params.logit_bias,
-        masked_tokens=masked,
+        masked_tokens=sequence.end_token_ids if may_not_end else frozenset(),
         num_logprobs=params.logprobs,
     )

@@ -91,13 +91,12 @@ class Scheduler:
         block_size, new_tuple = self._block_size, tuple.__new__
         for sequence in list(self.running):  # a decode may take the pages of those at its end
             start = sequence.num_computed_tokens
-            num_pending = sequence.num_pending
-            num_tokens = len(sequence.token_ids) + num_pending
-            if num_tokens - start > 1:
+            num_left = sequence.length - start
+            if num_left > 1:
                 prompts.append(sequence)
-            elif num_tokens > start and (not num_pending or num_tokens < sequence.max_length):
-                # Else the pending token is its last.
-                has_room = sequence.is_running and start < len(sequence.block_ids) * block_size
+            elif num_left == 1 and (start + 1 < sequence.max_length or not sequence.num_pending):
+                # Else the pending token is its last. Who was preempted has no pages.
+                has_room = start < len(sequence.block_ids) * block_size
                 if has_room or self._make_room(sequence, 1):
                     # As `Chunk(...)`, in 0.6 of the time: there is one of each decode.
                     chunk = (sequence, start, start + 1, True, sequence.generation)
@@ -119,16 +118,14 @@ class Scheduler:
         """Take note that chunks are being computed: what follows them can be scheduled."""
         for sequence, start, end, _, _ in chunks:
             sequence.num_computed_tokens = end
-            self.num_computed_tokens += end - start
             if start < sequence.num_prompt_tokens:
                 self.num_computed_prompt_tokens += min(end, sequence.num_prompt_tokens) - start
+        self.num_computed_tokens += sum(chunk.end - chunk.start for chunk in chunks)
 
     def commit(self, chunk: Chunk) -> None:
-        """Take note that a chunk's keys and values are in the cache; its full blocks can be hit."""
-        sequence, start, end, _, generation = chunk
+        """Take note that a chunk which ends a block is in the cache: full blocks can be hit."""
+        sequence, _, end, _, generation = chunk
         block_size = self._block_size
-        if end // block_size == start // block_size:  # no block is full that was not before
-            return
         if self.prefix_cache is None or generation != sequence.generation:
             return
         sequence.num_committed_tokens = end

@@ -18,11 +18,10 @@ def mix_seed(seed: int, index: int) -> int:
 
 
 def mix_seeds(seeds: np.ndarray, indexes: np.ndarray) -> np.ndarray:
-    """`mix_seed` of every pair, both uint64."""
-    with np.errstate(over="ignore"):
-        z = seeds + (indexes + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    """`mix_seed` of every pair of two arrays of uint64, whose products overflow silently."""
+    z = seeds + (indexes + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
 
 
