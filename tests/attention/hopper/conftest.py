@@ -13,7 +13,7 @@ from kernels import ON_GPU
 def emulated_kernels():
     from gluon_emulator import Emulated
 
-    parts = ["forward_work", "forward_softmax", "forward_producer"]
+    parts = ["forward_work", "forward_softmax", "forward_producer", "forward_walk"]
     return {
         direction: Emulated(
             [f"flashpage.attention.hopper.{part}" for part in (*parts, f"{direction}_kernel")],

@@ -32,7 +32,7 @@ def fetch(desc, entry, first, length, row, head, barrier, target, RAGGED: gl.con
 
 
 @gluon.jit
-def _page_ids(
+def page_ids(
     table_ptr, n, len_k, num_pages,
     BLOCK_N: gl.constexpr, CHUNK: gl.constexpr, PAGE: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
@@ -65,7 +65,40 @@ def _fetch_keys(
 
 
 @gluon.jit
-def _publish(tile_s, index: gl.constexpr, value):
+def bring_keys(
+    k_desc, v_desc, table_row, pages, sequence, first_k, len_k, lo, hi, kv_head, num_pages,
+    k_s, v_s, k_full, k_empty, v_full, v_empty, blocks_done,
+    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, CHUNK: gl.constexpr,
+    PAGE: gl.constexpr, RAGGED: gl.constexpr,
+):  # fmt: skip
+    """Copy the blocks of keys hi - 1 ... lo, in this order; `pages` are those of the first.
+    Returns `blocks_done`, which counts them."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    for block in range(hi - 1, lo - 1, -1):
+        n = block * BLOCK_N
+        stage = blocks_done % STAGES
+        phase = (blocks_done // STAGES) & 1
+        here = pages
+        if PAGE > 0:  # the next block's, while this one is waited for
+            pages = page_ids(table_row, n - BLOCK_N, len_k, num_pages, BLOCK_N, CHUNK, PAGE, LAYOUT)
+        mbarrier.wait(k_empty.index(stage), phase ^ 1)
+        mbarrier.expect(k_full.index(stage), BLOCK_N * BLOCK_D * 2)
+        _fetch_keys(
+            k_desc, k_s.index(stage), k_full.index(stage), here, sequence, first_k, len_k,
+            n, kv_head, BLOCK_N, CHUNK, PAGE, RAGGED, LAYOUT,
+        )  # fmt: skip
+        mbarrier.wait(v_empty.index(stage), phase ^ 1)
+        mbarrier.expect(v_full.index(stage), BLOCK_N * BLOCK_D * 2)
+        _fetch_keys(
+            v_desc, v_s.index(stage), v_full.index(stage), here, sequence, first_k, len_k,
+            n, kv_head, BLOCK_N, CHUNK, PAGE, RAGGED, LAYOUT,
+        )  # fmt: skip
+        blocks_done += 1
+    return blocks_done
+
+
+@gluon.jit
+def publish(tile_s, index: gl.constexpr, value):
     tile_s.index(index).store(gl.full([1], value, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
 
 
@@ -98,12 +131,12 @@ def producer(
         )  # fmt: skip
         if row_lo < len_q:
             mbarrier.wait(tile_empty, (tiles_done & 1) ^ 1)
-            _publish(tile_s, 0, row_lo)
-            _publish(tile_s, 1, sequence)
-            _publish(tile_s, 2, head)
-            _publish(tile_s, 3, first_q)
-            _publish(tile_s, 4, len_q)
-            _publish(tile_s, 5, len_k)
+            publish(tile_s, 0, row_lo)
+            publish(tile_s, 1, sequence)
+            publish(tile_s, 2, head)
+            publish(tile_s, 3, first_q)
+            publish(tile_s, 4, len_q)
+            publish(tile_s, 5, len_k)
             mbarrier.arrive(tile_full, count=1)
             kv_head = head // group_size
             lo, hi = tile_blocks(
@@ -114,7 +147,7 @@ def producer(
             pages = 0
             if PAGE > 0:
                 table_row += sequence.to(gl.int64) * stride_table
-                pages = _page_ids(
+                pages = page_ids(
                     table_row, (hi - 1) * BLOCK_N, len_k, num_pages, BLOCK_N, CHUNK, PAGE, LAYOUT
                 )
             for w in gl.static_range(CONSUMERS):
@@ -124,33 +157,16 @@ def producer(
                     q_desc, sequence, first_q, len_q, row_lo + w * 64, head, q_full.index(w),
                     q_s.index(w), VARLEN,
                 )  # fmt: skip
-            for block in range(hi - 1, lo - 1, -1):
-                n = block * BLOCK_N
-                stage = blocks_done % STAGES
-                phase = (blocks_done // STAGES) & 1
-                here = pages
-                if PAGE > 0:  # the next block's, while this one is waited for
-                    pages = _page_ids(
-                        table_row, n - BLOCK_N, len_k, num_pages, BLOCK_N, CHUNK, PAGE, LAYOUT
-                    )
-                mbarrier.wait(k_empty.index(stage), phase ^ 1)
-                mbarrier.expect(k_full.index(stage), BLOCK_N * BLOCK_D * 2)
-                _fetch_keys(
-                    k_desc, k_s.index(stage), k_full.index(stage), here, sequence, first_k, len_k,
-                    n, kv_head, BLOCK_N, CHUNK, PAGE, KV_RAGGED, LAYOUT,
-                )  # fmt: skip
-                mbarrier.wait(v_empty.index(stage), phase ^ 1)
-                mbarrier.expect(v_full.index(stage), BLOCK_N * BLOCK_D * 2)
-                _fetch_keys(
-                    v_desc, v_s.index(stage), v_full.index(stage), here, sequence, first_k, len_k,
-                    n, kv_head, BLOCK_N, CHUNK, PAGE, KV_RAGGED, LAYOUT,
-                )  # fmt: skip
-                blocks_done += 1
+            blocks_done = bring_keys(
+                k_desc, v_desc, table_row, pages, sequence, first_k, len_k, lo, hi, kv_head,
+                num_pages, k_s, v_s, k_full, k_empty, v_full, v_empty, blocks_done, BLOCK_N,
+                BLOCK_D, STAGES, CHUNK, PAGE, KV_RAGGED,
+            )  # fmt: skip
             tiles_done += 1
         if PERSISTENT:
             tile = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
         else:
             tile = num_tiles
     mbarrier.wait(tile_empty, (tiles_done & 1) ^ 1)
-    _publish(tile_s, 0, -1)
+    publish(tile_s, 0, -1)
     mbarrier.arrive(tile_full, count=1)

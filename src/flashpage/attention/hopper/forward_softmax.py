@@ -23,16 +23,17 @@ def tanh(x):
 @gluon.jit
 def softmax(
     s, m, row, block, len_q, len_k, softmax_scale, softcap, window_left, window_right,
-    BLOCK_N: gl.constexpr, S_LAYOUT: gl.constexpr, MASK: gl.constexpr, RAW: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr, LAZY: gl.constexpr,
-    IMMEDIATES: gl.constexpr,
+    BLOCK_N: gl.constexpr, S_LAYOUT: gl.constexpr, PACK: gl.constexpr, MASK: gl.constexpr,
+    RAW: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+    LAZY: gl.constexpr, IMMEDIATES: gl.constexpr,
 ):  # fmt: skip
     """`(p, m, alpha)`: P of a tile of raw scores, in base 2, the new maxima, and the factor that
     older sums and accumulators take.
 
     RAW: m are maxima of raw scores, which a positive scale keeps in order; otherwise of logits in
     base 2. LAZY: a maximum that grew by less than 8 in base 2 is not moved: P is then at most 2^8.
-    IMMEDIATES: masks compare with constants, one for each column of a thread.
+    IMMEDIATES: masks compare with constants, one for each column of a thread. PACK: rows of one
+    token.
     """
     scale = 1.0
     if RAW:
@@ -45,6 +46,8 @@ def softmax(
     if MASK:
         diff = len_k - len_q
         rows = row + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
+        if PACK > 1:
+            rows = rows // PACK
         cols = block * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
         last = rows * 0 + (len_k - 1)
         if HAS_RIGHT:
