@@ -62,6 +62,7 @@ _partition = threading.local()
 class _Pointer:
     def __init__(self, memory: Tensor, offset: Any = 0) -> None:
         self.memory, self.offset = memory, offset
+        self.dtype = types.SimpleNamespace(element_ty=memory.dtype)
 
     def __add__(self, offset: Any) -> _Pointer:
         return _Pointer(self.memory, self.offset + offset)
@@ -126,6 +127,7 @@ class _Descriptor:
     def __init__(self, descriptor: Any) -> None:
         self.x = descriptor
         self.layout, self.dtype = descriptor.layout, descriptor.base.dtype
+        self.block_shape = descriptor.block_shape
         size = descriptor.base.untyped_storage().nbytes() // descriptor.base.element_size()
         self.memory = descriptor.base.as_strided((size,), (1,), 0)
 

@@ -26,12 +26,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
-from aot import SHARED_KB, TOOLS, _inputs, _problem, compiling_for
+from aot import KV_HEADS, SHARED_KB, TOOLS, _inputs, _problem, compiling_for
 
+from flashpage.attention.dispatch import DecodeInputs
 from flashpage.attention.hopper.backward import backward
 from flashpage.attention.hopper.backward_kernel import backward_kernel
+from flashpage.attention.hopper.decode import decode
+from flashpage.attention.hopper.decode_kernel import decode_kernel
 from flashpage.attention.hopper.forward import forward
 from flashpage.attention.hopper.forward_kernel import forward_kernel
+from flashpage.attention.problem import Problem
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -41,7 +45,7 @@ class Case:
     """One call."""
 
     name: str
-    """of a backward, it begins so"""
+    """of a backward or a decode, it begins so"""
     layout: str
     head_dim: int
     dtype: torch.dtype = BF16
@@ -50,6 +54,8 @@ class Case:
     max_seqlen: int = 4096
     spills: int = 0
     """bytes a thread that are known and allowed"""
+    num_splits: int = 1
+    """of a decode"""
 
 
 CAUSAL = {"window_right": 0}
@@ -62,6 +68,9 @@ def representative() -> Iterator[Case]:
     yield Case("causal d 64 short", "dense", 64, options=CAUSAL, max_seqlen=512)
     yield Case("causal d 256", "dense", 256, options=CAUSAL)
     yield Case("pages of 16 causal d 96", "paged", 96, FP16, block_size=16, options=CAUSAL)
+    for splits, page in ((1, 256), (2, 16)):
+        name = f"decode pages of {page} {splits} causal d 128"
+        yield Case(name, "paged", 128, BF16, page, CAUSAL, num_splits=splits)
     yield Case("backward causal d 128", "dense", 128, options=CAUSAL, spills=32)
     yield Case("backward varlen d 64", "varlen", 64, FP16, spills=96)
     yield Case("backward deterministic d 64", "dense", 64, options={"deterministic": True})
@@ -75,6 +84,9 @@ def every() -> Iterator[Case]:
                 name = f"{layout} {page or ''} {mask} d {d}"
                 for seqlen in (512, 4096, 16384) if d == 64 else (4096,):
                     yield Case(f"{name} {seqlen}", layout, d, BF16, page, options, seqlen, 32)
+                for splits in (1, 2) if layout != "varlen" else ():
+                    decoded = f"decode {name} {splits}"
+                    yield Case(decoded, layout, d, BF16, page, options, num_splits=splits)
                 if d <= 128 and not page:
                     for more in ({}, {"deterministic": True}):
                         name = f"backward {layout} {mask} d {d} {'deterministic' if more else ''}"
@@ -84,6 +96,8 @@ def every() -> Iterator[Case]:
 def compile_case(case: Case) -> Any:
     """The compiled kernel of a case; nothing is launched."""
     problem = _problem(case.layout, case.dtype, case.head_dim, **case.options)
+    if case.name.startswith("decode"):
+        return _compile_decode(case, problem)
     x = _inputs(case.layout, case.dtype, case.head_dim, case.block_size, problem, case.max_seqlen)
     kernel = backward_kernel if case.name.startswith("backward") else forward_kernel
     with compiling_for(90):
@@ -93,6 +107,18 @@ def compile_case(case: Case) -> Any:
             lse = torch.zeros(*x.q.shape[:-3], *x.q.shape[-2:-4:-1])
             backward(problem, x, torch.empty_like(x.q), None, torch.empty_like(x.q), lse)
     return list(kernel.device_caches[90][0].values())[-1]
+
+
+def _compile_decode(case: Case, problem: Problem) -> Any:
+    """16 queries a sequence."""
+    pages = (16, case.block_size) if case.block_size else (2, 4096)
+    q = torch.empty(2, 16, problem.num_q_heads, case.head_dim, dtype=case.dtype)
+    k, v = (torch.empty(*pages, KV_HEADS, case.head_dim, dtype=case.dtype) for _ in range(2))
+    lengths = torch.zeros(2, dtype=torch.int32)
+    table = torch.zeros(2, 8, dtype=torch.int32) if case.block_size else None
+    with compiling_for(90):
+        decode(problem, DecodeInputs(q, k, v, lengths, 0, table, None, None, None, case.num_splits))
+    return list(decode_kernel.device_caches[90][0].values())[-1]
 
 
 @gluon.constexpr_function

@@ -15,11 +15,11 @@ def emulated_kernels():
 
     parts = ["forward_work", "forward_softmax", "forward_producer", "forward_walk"]
     return {
-        direction: Emulated(
-            [f"flashpage.attention.hopper.{part}" for part in (*parts, f"{direction}_kernel")],
-            f"{direction}_kernel",
+        function: Emulated(
+            [f"flashpage.attention.hopper.{part}" for part in (*parts, f"{function}_kernel")],
+            f"{function}_kernel",
         )
-        for direction in ("forward", "backward")
+        for function in ("forward", "backward", "decode")
     }
 
 
@@ -27,10 +27,11 @@ def emulated_kernels():
 def hopper_backend(monkeypatch, emulated_kernels):
     """Within the test `hopper` serves, and without a GPU it is emulated."""
     if not ON_GPU:
-        from flashpage.attention.hopper import backward, forward
+        from flashpage.attention.hopper import backward, decode, forward
 
-        for module, direction in ((forward, "forward"), (backward, "backward")):
-            monkeypatch.setattr(module, f"{direction}_kernel", emulated_kernels[direction])
+        for module in (forward, backward, decode):
+            name = module.__name__.rpartition(".")[2]
+            monkeypatch.setattr(module, f"{name}_kernel", emulated_kernels[name])
         monkeypatch.setattr(HopperBackend, "why_not", lambda self, *args: why_not_problem(*args))
     dispatch._choose.cache_clear()
     with dispatch.only("hopper"):

@@ -335,7 +335,6 @@ def test_says_what_it_does_not_serve():
         return str(dispatch.backends(DEVICE, dtype, **options))
 
     assert "forward   hopper     serves" in reason()
-    assert "has no decode" in reason()
     assert "head_dim up to 128 in the backward, not 192" in reason(head_dim=192)
     assert "not torch.float32" in reason(dtype=torch.float32)
     assert "multiple of 8, not 60" in reason(head_dim=60)

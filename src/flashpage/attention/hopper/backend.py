@@ -38,8 +38,15 @@ class HopperBackend:
 
     def but_for(self, problem: Problem, function: Function) -> str | None:
         odd = "tensors or pages that are not aligned"
+        if function == "decode":
+            odd += ", cache_batch_idx, cache_leftpad"
         if dispatch.named():
             return odd
+        if function == "decode":
+            return (
+                f"fewer than {rule.FEWEST_DECODE_ROWS} rows (queries times the query heads of a kv "
+                f"head), {odd}"
+            )
         return (
             f"fewer than {rule.fewest_keys(problem, function)} keys, fewer than "
             f"{rule.FEWEST[function]} rows a sequence in the mean, too little work to occupy the "
@@ -72,7 +79,12 @@ class HopperBackend:
         return backward(problem, inputs, dout, dlse, out, softmax_lse)
 
     def decode(self, problem: Problem, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
-        raise AssertionError("not served: see why_not")
+        from flashpage.attention.hopper.decode import addressable, decode
+
+        slower = not dispatch.named() and rule.slower_to_decode(problem, inputs)
+        if slower or not addressable(inputs):
+            return TritonBackend().decode(problem, inputs)
+        return decode(problem, inputs)
 
 
 def _slower(problem: Problem, function: Function, inputs: AttentionInputs) -> bool:
@@ -83,8 +95,6 @@ def _slower(problem: Problem, function: Function, inputs: AttentionInputs) -> bo
 
 def why_not_problem(problem: Problem, function: Function) -> str | None:
     """What the kernels do not serve on any GPU."""
-    if function == "decode":
-        return "has no decode"
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"serves float16 and bfloat16, not {problem.dtype}"
     if problem.head_dim % 8:

@@ -61,6 +61,17 @@ def ragged_descriptor(x: Tensor, rows: int, block_d: int, layout_rows: int | Non
     return _Descriptor(x, shape, [2**34 - row, row, row, head, 1], [1, 1, rows, 1, block_d], layout)
 
 
+def packed_descriptor(x: Tensor, num_groups: int, pack: int, rows: int, block_d: int) -> Any:
+    """Of a batch whose heads lie in groups, `[batch, seqlen, groups, heads of a group, head_dim]`:
+    `rows` rows of one group at a time, each token's `pack` heads behind one another. Heads beyond
+    those of a group are read as zeros.
+    """
+    grouped = x.unflatten(2, (num_groups, -1))
+    block = (1, max(1, rows // pack), 1, min(pack, rows), block_d)
+    strides = [*_strides(grouped), 1]
+    return _Descriptor(grouped, list(grouped.shape), strides, list(block), _layout(block, x.dtype))
+
+
 def flat_descriptor(x: Tensor) -> Any:
     """Of float32 tiles `[count, rows, columns]`, one tile at a time, in the order of memory."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)

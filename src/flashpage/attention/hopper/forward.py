@@ -84,13 +84,17 @@ def addressable(x: AttentionInputs) -> bool:
     tensors = (x.q, x.k, x.v)
     if any(t.numel() > 0 and not fits(t) for t in tensors):
         return False
-    if x.block_table is None:
-        return True
-    block_size = x.k.shape[1]
-    # Pages are slices of flat memory: they must lie a whole number of rows apart.
-    return block_size % 8 == 0 and all(
-        t.shape[0] == 1 or t.stride(0) == block_size * t.stride(1) for t in (x.k, x.v)
-    )
+    return x.block_table is None or pages_fit(x.k, x.v)
+
+
+def pages_fit(*pages: Tensor) -> bool:
+    """Pages are slices of flat memory: several copies make a tile, from whole numbers of rows."""
+    return all(t.shape[1] % 8 == 0 and rows_follow(t) for t in pages)
+
+
+def rows_follow(x: Tensor) -> bool:
+    """Entries of the first dimension lie as many rows apart as each has."""
+    return x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
 
 
 def forward(problem: Problem, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
@@ -112,10 +116,15 @@ def tiles_for(problem: Problem, max_seqlen_k: int, page: int) -> Tiles:
     block_d = max(64, next_power_of_2(problem.head_dim))
     left, right = problem.window_left, problem.window_right
     keys = min(max_seqlen_k, left + 1 + right) if left >= 0 and right >= 0 else max_seqlen_k
-    tiles = forward_tiles(block_d, left >= 0 or right >= 0, keys, page > 0)
+    return registers_for_pages(
+        forward_tiles(block_d, left >= 0 or right >= 0, keys, page > 0), page
+    )
+
+
+def registers_for_pages(tiles: Tiles, page: int) -> Tiles:
+    """Where copies bring less than a tile, which needs registers for the page ids."""
     if page and page % tiles.block_n and tiles.consumers == 2:
-        # One copy a page needs registers for the page ids.
-        tiles = replace(tiles, registers=(232, 40))
+        return replace(tiles, registers=(232, 40))
     return tiles
 
 

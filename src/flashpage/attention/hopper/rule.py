@@ -21,7 +21,7 @@ The backward, as many query as kv heads, no windows, S from 1024 on: head_dim 64
 
 from __future__ import annotations
 
-from flashpage.attention.dispatch import AttentionInputs
+from flashpage.attention.dispatch import AttentionInputs, DecodeInputs
 from flashpage.attention.problem import Function, Problem
 from flashpage.attention.triton.arguments import cdiv
 
@@ -31,6 +31,9 @@ FEWEST_KEYS_64_PAGED = 2048
 FEWEST_KEYS_64_PAGED_MASKED = 8192
 """The same for keys in pages with head_dim up to 64, where only earlier tiles were measured, and
 without pages; and where a causal mask or a window hides some."""
+FEWEST_DECODE_ROWS = 65
+"""Queries times the query heads of a kv head: fewer fit one tile of `triton/`, which there is as
+fast as memory."""
 TILE = 128
 """Fewer tiles of so many rows (in the backward: keys) than multiprocessors leave some idle, where
 `triton/` has smaller ones, and cuts the keys in parts."""
@@ -38,6 +41,11 @@ TILE = 128
 
 def why_slower(problem: Problem, function: Function) -> str | None:
     """Why `triton/` is the faster one whatever the lengths, None if it is not."""
+    if function == "decode":
+        measured = problem.layout == "paged" and 64 < problem.head_dim <= 128
+        if not measured or problem.softcap > 0.0 or problem.window_left >= 0:
+            return "was only measured over pages with head_dim 65 to 128, no softcap and no window"
+        return None
     if problem.head_dim <= 32:
         return "is slower than triton with head_dim up to 32"
     if function == "backward":
@@ -77,3 +85,8 @@ def slower_here(
         or keys < fewest_keys(problem, function)
         or tiles < num_multiprocessors
     )
+
+
+def slower_to_decode(problem: Problem, x: DecodeInputs) -> bool:
+    """The same for a decode."""
+    return problem.group_size * x.q.shape[1] < FEWEST_DECODE_ROWS

@@ -131,16 +131,13 @@ def decode(problem: Problem, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
         return out, softmax_lse
     num_rows = problem.group_size * seqlen_q
     tile = choose_tile(runtime.capability(out.device), head_dim, out.element_size(), num_rows)
-    num_splits = inputs.num_splits
-    if num_splits == 0:
-        num_keys = _capacity(inputs)
-        if 0 <= problem.window_left < num_keys:
-            num_keys = min(num_keys, problem.window_left + seqlen_q)
-        num_splits = choose_num_splits(
-            batch * problem.num_kv_heads * cdiv(num_rows, tile.block_m),
-            runtime.num_multiprocessors(out.device) * tile.per_multiprocessor,
-            cdiv(num_keys, tile.block_n),
-        )
+    num_splits = num_splits_for(
+        problem,
+        inputs,
+        batch * problem.num_kv_heads * cdiv(num_rows, tile.block_m),
+        runtime.num_multiprocessors(out.device) * tile.per_multiprocessor,
+        tile.block_n,
+    )
     launch(problem, inputs, out, softmax_lse, tile, num_splits)
     return out, softmax_lse
 
@@ -163,7 +160,19 @@ def launch(
         combine(problem, parts, out, softmax_lse)
 
 
-def _capacity(inputs: DecodeInputs) -> int:
+def num_splits_for(
+    problem: Problem, inputs: DecodeInputs, num_programs: int, slots: int, block_n: int
+) -> int:
+    """Parts of the keys: as many as were asked for, or as `choose_num_splits` says."""
+    if inputs.num_splits:
+        return inputs.num_splits
+    num_keys = capacity(inputs)
+    if 0 <= problem.window_left < num_keys:
+        num_keys = min(num_keys, problem.window_left + inputs.q.shape[1])
+    return choose_num_splits(num_programs, slots, cdiv(num_keys, block_n))
+
+
+def capacity(inputs: DecodeInputs) -> int:
     """Positions of one sequence."""
     length = inputs.k_cache.shape[1]
     return length if inputs.block_table is None else inputs.block_table.shape[1] * length
@@ -180,7 +189,7 @@ def _launch_split(
 ) -> None:
     q, k, v, table = inputs.q, inputs.k_cache, inputs.v_cache, inputs.block_table
     batch, seqlen_q, _, head_dim = q.shape
-    capacity = _capacity(inputs)
+    most_keys = capacity(inputs)
     num_tiles = cdiv(problem.group_size * seqlen_q, tile.block_m)
     slopes = inputs.alibi_slopes
     raw = raw_scores(problem)
@@ -206,7 +215,7 @@ def _launch_split(
         *window(problem),
         seqlen_q,
         inputs.num_new_tokens,
-        capacity,
+        most_keys,
         k.shape[0],
         problem.num_kv_heads,
         num_tiles,
@@ -220,7 +229,7 @@ def _launch_split(
         ALIGN=align,
         SAME_STRIDES=k.stride() == v.stride(),
         # A window that hides nothing is none: a single query sees every key to its right.
-        HAS_LEFT=0 <= problem.window_left < capacity,
+        HAS_LEFT=0 <= problem.window_left < most_keys,
         HAS_RIGHT=0 <= problem.window_right < seqlen_q - 1,
         HAS_SOFTCAP=problem.softcap > 0,
         RAW_SCORES=raw,
