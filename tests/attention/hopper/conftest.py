@@ -13,13 +13,15 @@ from kernels import ON_GPU
 def emulated_kernels():
     from gluon_emulator import Emulated
 
-    parts = ["forward_work", "forward_softmax", "forward_producer", "forward_walk"]
+    parts = ["forward_work", "forward_softmax", "forward_producer"]
+    kernels = {
+        "forward": [*parts, "forward_kernel"],
+        "backward": [*parts, "backward_kernel"],
+        "decode": [*parts, "forward_kernel", "decode_kernel"],
+    }
     return {
-        function: Emulated(
-            [f"flashpage.attention.hopper.{part}" for part in (*parts, f"{function}_kernel")],
-            f"{function}_kernel",
-        )
-        for function in ("forward", "backward", "decode")
+        function: Emulated([f"flashpage.attention.hopper.{part}" for part in used], used[-1])
+        for function, used in kernels.items()
     }
 
 

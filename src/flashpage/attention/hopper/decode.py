@@ -102,9 +102,12 @@ def _launch_parts(
     )
     num_tiles_m = cdiv(num_rows(problem, seqlen_q), BLOCK_M.value)
     num_parts = batch * num_splits * num_tiles_m * problem.num_kv_heads
+    num_multiprocessors = runtime.num_multiprocessors(x.q.device)
     grid, counter = num_parts, None
-    if tiles.persistent:
-        grid = min(num_parts, runtime.num_multiprocessors(x.q.device))
+    # One part a multiprocessor needs no counter, which costs a launch.
+    persistent = tiles.persistent and num_parts > num_multiprocessors
+    if persistent:
+        grid = num_multiprocessors
         counter = torch.zeros(1, dtype=torch.int32, device=x.q.device)
     runtime.launch(decode_kernel, (grid,))(
         packed_descriptor(x.q, problem.num_kv_heads, pack, 64, block_d),
@@ -141,7 +144,7 @@ def _launch_parts(
         RAW=raw_scores(problem),
         PING_PONG=tiles.ping_pong,
         LAZY=tiles.lazy,
-        PERSISTENT=tiles.persistent,
+        PERSISTENT=persistent,
         IMMEDIATES=tiles.immediates,
         CONSUMER_REGISTERS=tiles.registers[0],
         PRODUCER_REGISTERS=tiles.registers[1],

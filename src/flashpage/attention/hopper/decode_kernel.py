@@ -3,7 +3,7 @@
 The rows of a tile are (token, query head) pairs that share a kv head, so keys are read once for
 all of them; a token takes PACK rows, the number of its heads rounded up to a power of two. Two
 warpgroups of 64 rows take turns on the tensor cores over the same stream of K and V, as in the
-forward, whose loop this is (`forward_walk`); a producer warp finds parts and fetches.
+forward, whose loop this is (`forward_kernel.walk`); a producer warp finds parts and fetches.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from flashpage.attention.hopper.forward_kernel import FIRST_BARRIER, told, walk
 from flashpage.attention.hopper.forward_producer import bring_keys, page_ids, publish
-from flashpage.attention.hopper.forward_walk import FIRST_BARRIER, told, walk
 from flashpage.attention.hopper.forward_work import key_range
 from flashpage.attention.hopper.instructions import barrier_arrive, barrier_sync
 
