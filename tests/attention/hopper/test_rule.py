@@ -8,9 +8,10 @@ import torch
 pytest.importorskip("triton")
 
 import flashpage
-from flashpage import flash_attn_func, flash_attn_varlen_func
+from flashpage import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from flashpage.attention import dispatch
 from flashpage.attention.dispatch import AttentionInputs
+from flashpage.attention.hopper import decode as hopper_decode
 from flashpage.attention.hopper import forward as hopper
 from flashpage.attention.hopper import rule
 from flashpage.attention.hopper.backend import HopperBackend
@@ -110,6 +111,14 @@ def on_hopper(monkeypatch):
             served.append("triton"), x.q, x.q.new_empty(0, dtype=torch.float32), x.q.new_empty(0),
         )[1:],
     )  # fmt: skip
+    for module, name in ((TritonBackend, "triton"), (hopper_decode, "hopper")):
+
+        def decode(*args, name=name):
+            served.append(name)
+            q = args[-1].q
+            return torch.empty_like(q), q.new_empty(q.shape[0], q.shape[2], q.shape[1])
+
+        monkeypatch.setattr(module, "decode", decode)
     dispatch._choose.cache_clear()
     yield served
     dispatch._choose.cache_clear()
@@ -126,6 +135,13 @@ def test_reported(on_hopper):
     assert "serves, but for fewer than 1024 keys" in text
     paged = flashpage.backends("cuda", BF16, head_dim=64, causal=True, layout="paged")
     assert "fewer than 8192 keys" in str(paged)
+    assert paged.serving("decode") == "triton"
+    paged = flashpage.backends("cuda", BF16, head_dim=128, causal=True, layout="paged")
+    assert paged.serving("decode") == "hopper"
+    assert "serves, but for fewer than 65 rows" in str(paged)
+    for options in ({"softcap": 9.0}, {"window_size": (100, 0)}):
+        paged = flashpage.backends("cuda", BF16, head_dim=128, layout="paged", **options)
+        assert paged.serving("decode") == "triton"
     for options in ({"head_dim": 32}, {"head_dim": 128, "softcap": 30.0}):
         report = flashpage.backends("cuda", BF16, **options)
         assert report.serving("forward") == "triton"
@@ -167,6 +183,20 @@ def test_calls_go_where_the_rule_says(on_hopper, monkeypatch):
         cu = torch.linspace(0, 1024, batch + 1).int()
         call = lambda cu=cu: flash_attn_varlen_func(q, q, q, cu, cu, 1024, 1024)  # noqa: E731
         assert served(call) == [expected]
+
+    pages, table = torch.zeros(4, 16, 1, 128, dtype=BF16), torch.zeros(1, 4, dtype=torch.int32)
+
+    def decode(queries, heads, page=16):
+        q = torch.zeros(1, queries, heads, 128, dtype=BF16)
+        return lambda: flash_attn_with_kvcache(
+            q, pages[:, :page], pages[:, :page], cache_seqlens=30, block_table=table
+        )
+
+    assert served(decode(16, 4)) == ["triton"]
+    assert served(decode(16, 5)) == ["hopper"]
+    assert served(decode(1, 72)) == ["hopper"]
+    assert served(decode(16, 5, page=12)) == ["triton"]
+    assert served(decode(1, 1), "hopper") == ["hopper"]
 
 
 def _on_gpu(problem: Problem) -> Problem:
