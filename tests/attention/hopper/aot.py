@@ -86,7 +86,9 @@ def every() -> Iterator[Case]:
                     yield Case(f"{name} {seqlen}", layout, d, BF16, page, options, seqlen, 32)
                 for splits in (1, 2) if layout != "varlen" else ():
                     decoded = f"decode {name} {splits}"
-                    yield Case(decoded, layout, d, BF16, page, options, num_splits=splits)
+                    yield Case(
+                        decoded, layout, d, BF16, page, options, 4096, 32 * (d == 256), splits
+                    )
                 if d <= 128 and not page:
                     for more in ({}, {"deterministic": True}):
                         name = f"backward {layout} {mask} d {d} {'deterministic' if more else ''}"
