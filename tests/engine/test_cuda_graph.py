@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import random
 import weakref
+from array import array
 
 import numpy as np
 import pytest
@@ -245,3 +246,30 @@ def test_the_host_and_the_device_are_told_the_same_wishes():
         for name in (*drawn, "top_p", "min_p", "top_k"):
             assert getattr(by_device, name).item() == getattr(by_host, name), name
         assert by_device.temperature.item() == np.float32(by_host.temperature)
+
+
+def test_the_table_of_a_company_is_that_of_its_blocks():
+    """Whether blocks are added, changed or given back between two steps."""
+    rng = random.Random(3)
+    params = SamplingParams(max_tokens=9)
+    sequences = [
+        Request(str(i), None, [1, 2], params, max_tokens=9, seed=0, tokenizer=None).sequences[0]
+        for i in range(7)
+    ]
+    company = Company(sequences)
+    width = 6
+    for _ in range(300):
+        for sequence in rng.sample(sequences, rng.randrange(4)):
+            kind = rng.choice(["grow", "swap", "release", "again"])
+            block_ids = sequence.block_ids
+            if kind == "grow" and len(block_ids) < width:
+                block_ids.append(rng.randrange(50))
+            elif kind == "swap" and block_ids:
+                sequence.block_ids = array("i", [rng.randrange(50), *block_ids[1:]])
+            elif kind == "release":
+                sequence.block_ids = array("i")
+            else:
+                sequence.block_ids = block_ids[:]
+        table = company.block_table(width)
+        expected = [[*s.block_ids, *[-1] * (width - len(s.block_ids))] for s in sequences]
+        assert table.tolist() == expected

@@ -53,16 +53,16 @@ def choose_num_blocks(
 
 
 def check_device(device: Any) -> torch.device:
-    """The device, if this machine has it and can compute on it; else `ArgumentError`."""
+    """The device, with its number, if this machine has it and can compute on it; else
+    `ArgumentError`."""
     try:
         checked = torch.device(device)
         if checked.type == "meta":
             raise ValueError("it computes nothing")
-        torch.empty(1, device=checked)
+        return torch.empty(1, device=checked).device
     except Exception as error:  # each backend that is not there raises its own
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ArgumentError(f"device = {show(device)} can not be used here: {reason}") from error
-    return checked
 
 
 def allocate_kv_cache(model: ModelConfig, config: EngineConfig) -> KVCache:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence as SequenceOf
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -71,6 +73,9 @@ def pack_wishes(params: SamplingParams, seed: int, num_prompt_tokens: int) -> by
     return wishes.tobytes()
 
 
+_block_ids_of = attrgetter("block_ids")
+
+
 class Company:
     """Sequences that are in a step together, and what never changes of them, gathered once: those
     that decode together mostly do so for many steps."""
@@ -83,6 +88,26 @@ class Company:
         """whether the device chooses all of their tokens"""
         wishes = np.frombuffer(b"".join([s.wishes for s in sequences]), _Wishes)
         self._of = {name: np.ascontiguousarray(wishes[name]) for name in _Wishes.names}
+        self._block_ids: list[array[int]] = []
+        self._num_blocks = self._table = np.zeros(0, np.int32)
+
+    def block_table(self, width: int) -> np.ndarray:
+        """int32 `[len(sequences), width]`, -1 where a sequence has no block; valid until the next
+        call, which mostly finds a few new blocks only."""
+        block_ids = list(map(_block_ids_of, self.sequences))
+        num_blocks = np.array(list(map(len, block_ids)), np.int32)
+        if block_ids == self._block_ids:  # the same arrays, which only grow
+            for i in np.flatnonzero(num_blocks != self._num_blocks):
+                first = self._num_blocks[i]
+                self._table[i, first : num_blocks[i]] = block_ids[i][first:]
+        else:
+            table = np.full((len(block_ids), width), -1, np.int32)
+            # All rows at once: one by one they would take a third of the time of filling a step.
+            joined = np.frombuffer(b"".join(block_ids), np.int32)
+            table[np.arange(width) < num_blocks[:, None]] = joined
+            self._block_ids, self._table = block_ids, table
+        self._num_blocks = num_blocks
+        return self._table
 
     def plain_sampling(self, ends: SequenceOf[int]) -> PlainSampling:
         """For the tokens at the places `ends` of the sequences.

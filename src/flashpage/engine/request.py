@@ -46,6 +46,7 @@ class Sequence:
     length: int = field(init=False)  # tokens, those of steps that were not waited for included
     pending_row: int = -1  # where the last of these steps leaves its token
     generation: int = 0  # how often its pages were given back
+    # Only grows: where it changes otherwise it is a new array.
     block_ids: array[int] = field(default_factory=lambda: array("i"))
     num_hit_blocks: int = 0  # the first blocks, whose content others computed
     cache_chain: list[PrefixNode] = field(default_factory=list)  # nodes of the first blocks

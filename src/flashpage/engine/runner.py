@@ -291,7 +291,8 @@ class Runner:
         penalties = self._penalties(company, sampled_here)
         counts = None if penalties is None else self._token_counts().table
         with self._repeatable(partial(graphs.undo, graphs.number)):
-            hidden = graphs.replay(shape, decodes, others, sampling, penalties, counts)
+            table = company.block_table(graphs.table_width)
+            hidden = graphs.replay(shape, decodes, others, table, sampling, penalties, counts)
             by_host = self._by_host(company, sequences)
             if by_host:
                 logits = self._model.compute_logits(hidden[[rows[i] for i in by_host]])
@@ -482,8 +483,9 @@ class _Fetched:
             self.event.synchronize()
 
     def choice(self) -> Choice:
-        tokens = self.tokens.tolist()
-        token_ids = [tokens[row] for row in self.rows]
+        token_ids = self.tokens.tolist()
+        if len(self.rows) < len(token_ids):
+            token_ids = [token_ids[row] for row in self.rows]
         errors = {}
         if min(token_ids, default=0) < 0:
             errors = {

@@ -140,7 +140,9 @@ class Scheduler:
                 # Someone computed the same tokens first: hold that block instead of a copy.
                 self.pool.touch([node.block_id])
                 self.pool.free([sequence.block_ids[i]])
-                sequence.block_ids[i] = node.block_id
+                block_ids = sequence.block_ids[:]
+                block_ids[i] = node.block_id
+                sequence.block_ids = block_ids
             chain.append(node)
 
     def remove(self, sequence: Sequence, poisoned: bool = False) -> None:
