@@ -363,11 +363,6 @@ def _stand_ins() -> dict[str, types.ModuleType]:
             async_copy_shared_to_global=lambda desc, coord, source: desc.write(coord, source),
             store_wait=anything,
         ),
-        async_copy=_module(
-            "async_copy",
-            async_copy_global_to_shared=lambda target, source: target.store(_load(source)),
-            mbarrier_arrive=lambda barrier, increment_count: _release(barrier),
-        ),
         warpgroup_mma=_mma,
         warpgroup_mma_wait=_mma_wait,
     )  # fmt: skip

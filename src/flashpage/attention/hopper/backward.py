@@ -21,9 +21,8 @@ from flashpage.attention.triton.backward import dq_alone
 
 L2_BYTES = 32 * 2**20
 """Q, dO and the sums of dQ of the heads that run side by side should stay in the L2 cache."""
-ORDERED = False
-"""With `deterministic`: sum dQ in the order of the keys, instead of having it from `triton/`. Right
-in the emulator, not yet measured on a GPU."""
+ORDERED = True
+"""With `deterministic`: sum dQ in the order of the keys, instead of having it from `triton/`."""
 STAGES = 2
 """tiles of Q and of dO in shared memory"""
 
@@ -130,7 +129,7 @@ def _launch(
         make(dk, block_n, block_d),
         make(dv, block_n, block_d),
         None if sums is None else flat_descriptor(sums),
-        *stats,
+        flat_descriptor(stats.view(-1, block_m)),
         turns,
         x.cu_seqlens_q,
         x.cu_seqlens_k,

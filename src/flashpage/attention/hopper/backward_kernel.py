@@ -17,7 +17,6 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
     fence_async_shared,
     mbarrier,
     tma,
@@ -147,16 +146,15 @@ def _lane(sequence, head, first_tile, num_q_heads, num_tiles_m, VARLEN: gl.const
 
 @gluon.jit
 def _producer(
-    q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr,
+    q_desc, k_desc, v_desc, dout_desc, stats_desc,
     col_lo, sequence, kv_head, first_q, len_q, first_k, len_k, first_tile, lo, hi,
-    num_q_heads, group_size, num_tiles_m, q_s, k_s, v_s, do_s, lse_s, delta_s,
+    num_q_heads, group_size, num_tiles_m, num_tiles, q_s, k_s, v_s, do_s, lse_s, delta_s,
     k_full, v_full, q_full, q_empty, do_full, do_empty,
     BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, VARLEN: gl.constexpr,
     ORDERED: gl.constexpr,
 ):  # fmt: skip
     """Keep Q, dO, LSE and delta coming. One warp."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0])
-    rows = gl.arange(0, BLOCK_M, LAYOUT)
+    TILE_BYTES: gl.constexpr = BLOCK_M * BLOCK_D * 2 + BLOCK_M * 4
     mbarrier.expect(k_full, BLOCK_N * BLOCK_D * 2)
     fetch(k_desc, sequence, first_k, len_k, col_lo, kv_head, k_full, k_s, VARLEN)
     done = 0
@@ -167,26 +165,27 @@ def _producer(
             m = _row_tile(i, lo, hi, ORDERED)
             stage = done % STAGES
             phase = (done // STAGES) & 1
-            stats = (tile + m).to(gl.int64) * BLOCK_M + rows
             mbarrier.wait(q_empty.index(stage), phase ^ 1)
-            mbarrier.expect(q_full.index(stage), BLOCK_M * BLOCK_D * 2)
+            mbarrier.expect(q_full.index(stage), TILE_BYTES)
             fetch(
                 q_desc, sequence, first_q, len_q, m * BLOCK_M, head, q_full.index(stage),
                 q_s.index(stage), VARLEN,
             )  # fmt: skip
-            async_copy.async_copy_global_to_shared(lse_s.index(stage), lse_ptr + stats)
-            async_copy.mbarrier_arrive(q_full.index(stage), increment_count=False)
+            tma.async_copy_global_to_shared(
+                stats_desc, [tile + m, 0], q_full.index(stage), lse_s.index(stage)
+            )
             if done == 0:
                 mbarrier.expect(v_full, BLOCK_N * BLOCK_D * 2)
                 fetch(v_desc, sequence, first_k, len_k, col_lo, kv_head, v_full, v_s, VARLEN)
             mbarrier.wait(do_empty.index(stage), phase ^ 1)
-            mbarrier.expect(do_full.index(stage), BLOCK_M * BLOCK_D * 2)
+            mbarrier.expect(do_full.index(stage), TILE_BYTES)
             fetch(
                 dout_desc, sequence, first_q, len_q, m * BLOCK_M, head, do_full.index(stage),
                 do_s.index(stage), VARLEN,
             )  # fmt: skip
-            async_copy.async_copy_global_to_shared(delta_s.index(stage), delta_ptr + stats)
-            async_copy.mbarrier_arrive(do_full.index(stage), increment_count=False)
+            tma.async_copy_global_to_shared(
+                stats_desc, [num_tiles + tile + m, 0], do_full.index(stage), delta_s.index(stage)
+            )
             done += 1
 
 
@@ -217,11 +216,13 @@ def _adder(
         tile = _lane(sequence, head, first_tile, num_q_heads, num_tiles_m, VARLEN)
         for i in range(lo, hi):
             m = _row_tile(i, lo, hi, ORDERED)
-            mbarrier.wait(dq_full, done & 1)
-            if ORDERED:
+            turn = 0
+            if ORDERED:  # asked before the tile is there, which mostly comes later
                 before = _first_block(m, len_q, len_k, window_left, BLOCK_M, HAS_LEFT)
                 turn = col_lo // BLOCK_N - before
                 wait_for_turn(turns_ptr + (tile + m), turn)
+            mbarrier.wait(dq_full, done & 1)
+            if ORDERED:
                 if turn == 0:
                     tma.async_copy_shared_to_global(dq_desc, [tile + m, 0, 0], dq_s)
                 else:
@@ -296,10 +297,10 @@ def _step(
     mbarrier.wait(do_full.index(stage), phase)
     dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
     if not WIDE:
-        lse = lse_s.index(stage).load(gl.SliceLayout(0, S_LAYOUT))
+        lse = lse_s.index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, S_LAYOUT))
     s = warpgroup_mma_wait(1, deps=[s])
     if WIDE:
-        lse = lse_s.index(stage).load(gl.SliceLayout(0, S_LAYOUT))
+        lse = lse_s.index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, S_LAYOUT))
     if HAS_SOFTCAP:
         t = tanh(s * (softmax_scale / softcap))
         p = gl.exp2(t * (softcap * LOG2E) - lse[None, :])
@@ -318,7 +319,7 @@ def _step(
         dp, dv, low_p = warpgroup_mma_wait(0, deps=[dp, dv, low_p])
     else:
         dp = warpgroup_mma_wait(1, deps=[dp])
-    delta = delta_s.index(stage).load(gl.SliceLayout(0, S_LAYOUT))
+    delta = delta_s.index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, S_LAYOUT))
     ds = (p * (dp - delta[None, :])).to(k.dtype)
     low_ds = gl.convert_layout(ds, P_LAYOUT)
     if HAS_DQ:
@@ -452,25 +453,27 @@ _NEVER_SPECIALISED = (
     "num_tiles_n",
     "num_heads",
     "group_heads",
-    "num_turns",
+    "num_tiles",
 )
 
 
 @gluon.jit(do_not_specialize=_NEVER_SPECIALISED)
 def backward_kernel(
-    q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, dq_desc, lse_ptr, delta_ptr, turns_ptr,
+    q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, dq_desc, stats_desc, turns_ptr,
     cu_q_ptr, cu_k_ptr, softmax_scale, softcap, window_left, window_right, seqlen_q, seqlen_k,
     batch, num_q_heads, num_kv_heads, group_size, num_tiles_m, num_tiles_n, num_heads, group_heads,
-    num_turns, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+    num_tiles, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
     VARLEN: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr, HAS_DQ: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """Grid: one program a block of keys and kv head.
 
-    lse_ptr, delta_ptr, and dq_desc (float32 sums) come in tiles of BLOCK_M rows: num_tiles_m of
-    each sequence and head, or VARLEN: of each head for all sequences, `cu_q[i] // BLOCK_M + i`
-    being the first of sequence i. ORDERED: dQ is summed in the order of the keys; turns_ptr is then
-    int32, 0, one of each such tile and one more. HAS_DQ: else dQ is left out.
+    stats_desc (float32, LSE of all tiles, then delta) and dq_desc (float32 sums) come in num_tiles
+    tiles of BLOCK_M rows: num_tiles_m of each sequence and head, or VARLEN: of each head for all
+    sequences, `cu_q[i] // BLOCK_M + i` being the first of sequence i. ORDERED: dQ is summed in the
+    order of the keys; turns_ptr is then int32, 0, one of each such tile and one more. HAS_DQ: else
+    dQ is left out. All but lengths and turns goes through descriptors: a box beyond its tensor is
+    cut off.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     KEYS: gl.constexpr = _shape(None, BLOCK_N, BLOCK_D, VARLEN)
@@ -479,9 +482,8 @@ def backward_kernel(
     do_s = gl.allocate_shared_memory(DTYPE, ROWS, dout_desc.layout)
     k_s = gl.allocate_shared_memory(DTYPE, KEYS, k_desc.layout)
     v_s = gl.allocate_shared_memory(DTYPE, KEYS, v_desc.layout)
-    VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], VECTOR)
-    delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], VECTOR)
+    lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], stats_desc.layout)
+    delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], stats_desc.layout)
     ds_s = k_s
     dq_s = k_s
     if HAS_DQ:
@@ -507,8 +509,8 @@ def backward_kernel(
         mbarrier.init(dq_full, count=256)
         mbarrier.init(dq_empty, count=1)
     for i in gl.static_range(STAGES):
-        mbarrier.init(q_full.index(i), count=33)  # the copy of the tile, and 32 threads' of LSE
-        mbarrier.init(do_full.index(i), count=33)
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(do_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=256)
         mbarrier.init(do_empty.index(i), count=256)
     mbarrier.init(k_full, count=1)
@@ -516,7 +518,7 @@ def backward_kernel(
     fence_async_shared()
     number = gl.program_id(0)
     if ORDERED:  # as started, which programs need not be in the order of their numbers
-        number = gl.atomic_add(turns_ptr + num_turns, 1)
+        number = gl.atomic_add(turns_ptr + num_tiles, 1)
     col_lo, sequence, kv_head, first_q, len_q, first_k, len_k, first_tile = _find_keys(
         number, num_tiles_n, num_heads, group_heads, num_kv_heads, batch, seqlen_q, seqlen_k,
         cu_q_ptr, cu_k_ptr, BLOCK_M, VARLEN,
@@ -536,10 +538,11 @@ def backward_kernel(
                     HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_DQ, ORDERED,
                 )),
                 (_producer, (
-                    q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, col_lo, sequence,
+                    q_desc, k_desc, v_desc, dout_desc, stats_desc, col_lo, sequence,
                     kv_head, first_q, len_q, first_k, len_k, first_tile, lo, hi, num_q_heads,
-                    group_size, num_tiles_m, q_s, k_s, v_s, do_s, lse_s, delta_s, k_full, v_full,
-                    q_full, q_empty, do_full, do_empty, BLOCK_M, BLOCK_D, STAGES, VARLEN, ORDERED,
+                    group_size, num_tiles_m, num_tiles, q_s, k_s, v_s, do_s, lse_s, delta_s,
+                    k_full, v_full, q_full, q_empty, do_full, do_empty, BLOCK_M, BLOCK_D, STAGES,
+                    VARLEN, ORDERED,
                 )),
                 (_adder, (
                     dq_desc, turns_ptr, sequence, kv_head, first_tile, col_lo, len_q, len_k, lo, hi,
@@ -561,10 +564,11 @@ def backward_kernel(
                     HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_DQ, ORDERED,
                 )),
                 (_producer, (
-                    q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, col_lo, sequence,
+                    q_desc, k_desc, v_desc, dout_desc, stats_desc, col_lo, sequence,
                     kv_head, first_q, len_q, first_k, len_k, first_tile, lo, hi, num_q_heads,
-                    group_size, num_tiles_m, q_s, k_s, v_s, do_s, lse_s, delta_s, k_full, v_full,
-                    q_full, q_empty, do_full, do_empty, BLOCK_M, BLOCK_D, STAGES, VARLEN, ORDERED,
+                    group_size, num_tiles_m, num_tiles, q_s, k_s, v_s, do_s, lse_s, delta_s,
+                    k_full, v_full, q_full, q_empty, do_full, do_empty, BLOCK_M, BLOCK_D, STAGES,
+                    VARLEN, ORDERED,
                 )),
             ],
             [1],

@@ -73,6 +73,6 @@ def packed_descriptor(x: Tensor, num_groups: int, pack: int, rows: int, block_d:
 
 
 def flat_descriptor(x: Tensor) -> Any:
-    """Of float32 tiles `[count, rows, columns]`, one tile at a time, in the order of memory."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
+    """Of float32 tiles `[count, ...]`, one tile at a time, in the order of memory."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=x.dim())
     return _Descriptor(x, list(x.shape), list(x.stride()), [1, *x.shape[1:]], layout)
