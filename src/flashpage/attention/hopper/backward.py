@@ -17,12 +17,9 @@ from flashpage.attention.hopper.descriptors import (
 from flashpage.attention.problem import Problem
 from flashpage.attention.triton import runtime
 from flashpage.attention.triton.arguments import as_batch, cdiv, strides_of, window
-from flashpage.attention.triton.backward import dq_alone
 
 L2_BYTES = 32 * 2**20
 """Q, dO and the sums of dQ of the heads that run side by side should stay in the L2 cache."""
-ORDERED = True
-"""With `deterministic`: sum dQ in the order of the keys, instead of having it from `triton/`."""
 STAGES = 2
 """tiles of Q and of dO in shared memory"""
 
@@ -37,25 +34,19 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`(dq, dk, dv)`, fresh and contiguous; arguments as in `triton.backward`.
 
-    With `problem.deterministic` dQ is summed up in the order of the keys (`ORDERED`) or comes from
-    the kernel of `triton/` that owns query rows; without, it is summed up in any order.
+    With `problem.deterministic` dQ is summed up in the order of the keys; without, in any order.
     """
     q, k, v = inputs.q, inputs.k, inputs.v
     if q.numel() == 0 or k.numel() == 0:
         dq, dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         return dq, dk, dv
-    dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     if not fits(dout):
         dout = dout.contiguous()
     if dlse is not None:
         dlse = dlse.contiguous()
     with runtime.on_device(q.device):
-        if problem.deterministic and not ORDERED:
-            dq = dq_alone(problem, inputs, dout, dlse, out, softmax_lse)
-            _launch(problem, inputs, dout, dlse, out, softmax_lse, None, dk, dv)
-        else:
-            dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-            _launch(problem, inputs, dout, dlse, out, softmax_lse, dq, dk, dv)
+        _launch(problem, inputs, dout, dlse, out, softmax_lse, dq, dk, dv)
     return dq, dk, dv
 
 
@@ -66,7 +57,7 @@ def _launch(
     dlse: Tensor | None,
     out: Tensor,
     softmax_lse: Tensor,
-    dq: Tensor | None,
+    dq: Tensor,
     dk: Tensor,
     dv: Tensor,
 ) -> None:
@@ -87,12 +78,11 @@ def _launch(
         num_tiles_m, num_tiles_n = cdiv(seqlen_q, block_m), cdiv(seqlen_k, block_n)
         num_heads, num_lanes, make = batch * num_kv_heads, batch * num_q_heads, descriptor
     stats = torch.empty(2, num_lanes * num_tiles_m, block_m, dtype=torch.float32, device=x.q.device)
-    sums = turns = None
-    if dq is not None and problem.deterministic:
+    shape = (num_lanes * num_tiles_m, block_m * block_d // 128, 128)
+    sums = torch.empty(shape, dtype=torch.float32, device=x.q.device)
+    turns = None
+    if problem.deterministic:
         turns = torch.empty(num_lanes * num_tiles_m + 1, dtype=torch.int32, device=x.q.device)
-    if dq is not None:
-        shape = (num_lanes * num_tiles_m, block_m * block_d // 128, 128)
-        sums = torch.empty(shape, dtype=torch.float32, device=x.q.device)
     places = (
         x.cu_seqlens_q,
         num_tiles_m,
@@ -128,7 +118,7 @@ def _launch(
         make(dout, block_m, block_d),
         make(dk, block_n, block_d),
         make(dv, block_n, block_d),
-        None if sums is None else flat_descriptor(sums),
+        flat_descriptor(sums),
         flat_descriptor(stats.view(-1, block_m)),
         turns,
         x.cu_seqlens_q,
@@ -154,11 +144,9 @@ def _launch(
         HAS_LEFT=problem.window_left >= 0,
         HAS_RIGHT=problem.window_right >= 0,
         HAS_SOFTCAP=problem.softcap > 0.0,
-        HAS_DQ=dq is not None,
-        ORDERED=turns is not None,
+        ORDERED=problem.deterministic,
         num_warps=8,
     )
-    if dq is not None:
-        runtime.launch(finish_kernel, (num_lanes * num_tiles_m,))(
-            sums, turns, dq, places[0], problem.softmax_scale, *places[1:], **constants, num_warps=4
-        )
+    runtime.launch(finish_kernel, (num_lanes * num_tiles_m,))(
+        sums, turns, dq, places[0], problem.softmax_scale, *places[1:], **constants, num_warps=4
+    )

@@ -7,9 +7,9 @@ One warp fetches tiles of Q and dO, two warpgroups compute, 64 keys each:
     dV += P^T dO, dK += dS^T Q, dQ = dS K,
 
 with P^T and dS^T on the left from registers, and dS through shared memory. A third warp has the
-tensor memory accelerator add dQ to float32 sums in global memory, block by block in whatever order
-they come: dQ is not bitwise repeatable, dK and dV are. `backward_rows` prepares LSE, delta and the
-sums before, and rounds dQ after. RAGGED descriptors: see `forward_producer`.
+tensor memory accelerator add dQ to float32 sums in global memory: in whatever order blocks of keys
+come, so that dQ is not bitwise repeatable (dK and dV are), or ORDERED. `backward_rows` prepares
+LSE, delta and the sums before, and rounds dQ after. RAGGED descriptors: see `forward_producer`.
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ def _step(
     col_lo, len_q, len_k, softmax_scale, softcap, window_left, window_right,
     BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr,
     Q_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, MASK: gl.constexpr, HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_DQ: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """One tile of rows."""
     # With 128 rows P and LSE take twice the registers, so that less can be under way at a time.
@@ -322,29 +322,22 @@ def _step(
     delta = delta_s.index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, S_LAYOUT))
     ds = (p * (dp - delta[None, :])).to(k.dtype)
     low_ds = gl.convert_layout(ds, P_LAYOUT)
-    if HAS_DQ:
-        ds_s.store(ds)
-        fence_async_shared()
-        no_dq = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, Q_LAYOUT)
-        dq = warpgroup_mma(ds_s.permute((1, 0)), k, no_dq, use_acc=False, is_async=True)
-        dk = warpgroup_mma(low_ds, q, dk, is_async=True)
-        if WIDE:
-            dq = warpgroup_mma_wait(1, deps=[dq])
-        else:
-            dq, dv, low_p = warpgroup_mma_wait(1, deps=[dq, dv, low_p])
-        release(do_empty.index(stage))
-        mbarrier.wait(dq_empty, (done & 1) ^ 1)
-        sums = _in_register_order(dq, BLOCK_M, BLOCK_D)
-        dq_s.reshape([BLOCK_M * BLOCK_D // 128, 128]).store(sums)
-        fence_async_shared()
-        release(dq_full)
-        dk, low_ds = warpgroup_mma_wait(0, deps=[dk, low_ds])
+    ds_s.store(ds)
+    fence_async_shared()
+    no_dq = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, Q_LAYOUT)
+    dq = warpgroup_mma(ds_s.permute((1, 0)), k, no_dq, use_acc=False, is_async=True)
+    dk = warpgroup_mma(low_ds, q, dk, is_async=True)
+    if WIDE:
+        dq = warpgroup_mma_wait(1, deps=[dq])
     else:
-        dk = warpgroup_mma(low_ds, q, dk, is_async=True)
-        if not WIDE:
-            dv, low_p = warpgroup_mma_wait(1, deps=[dv, low_p])
-        release(do_empty.index(stage))
-        dk, low_ds = warpgroup_mma_wait(0, deps=[dk, low_ds])
+        dq, dv, low_p = warpgroup_mma_wait(1, deps=[dq, dv, low_p])
+    release(do_empty.index(stage))
+    mbarrier.wait(dq_empty, (done & 1) ^ 1)
+    sums = _in_register_order(dq, BLOCK_M, BLOCK_D)
+    dq_s.reshape([BLOCK_M * BLOCK_D // 128, 128]).store(sums)
+    fence_async_shared()
+    release(dq_full)
+    dk, low_ds = warpgroup_mma_wait(0, deps=[dk, low_ds])
     release(q_empty.index(stage))
     return done + 1, dk, dv
 
@@ -372,7 +365,7 @@ def _consumer(
     k_full, v_full, q_full, q_empty, do_full, do_empty, dq_full, dq_empty,
     BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, VARLEN: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
-    HAS_DQ: gl.constexpr, ORDERED: gl.constexpr,
+    ORDERED: gl.constexpr,
 ):  # fmt: skip
     """All products. Two warpgroups, of 64 keys each; dQ of 64 rows they share by columns."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BLOCK_M, 16])
@@ -399,7 +392,7 @@ def _consumer(
                     q_full, q_empty, do_full, do_empty, dq_full, dq_empty,
                     col_lo, len_q, len_k, softmax_scale, softcap, window_left, window_right,
                     BLOCK_M, BLOCK_D, STAGES, S_LAYOUT, Q_LAYOUT, P_LAYOUT, True, HAS_LEFT,
-                    HAS_RIGHT, HAS_SOFTCAP, HAS_DQ,
+                    HAS_RIGHT, HAS_SOFTCAP,
                 )  # fmt: skip
         if not HAS_LEFT:
             for i in range(full, hi):
@@ -409,7 +402,7 @@ def _consumer(
                     q_full, q_empty, do_full, do_empty, dq_full, dq_empty,
                     col_lo, len_q, len_k, softmax_scale, softcap, window_left, window_right,
                     BLOCK_M, BLOCK_D, STAGES, S_LAYOUT, Q_LAYOUT, P_LAYOUT, False, HAS_LEFT,
-                    HAS_RIGHT, HAS_SOFTCAP, HAS_DQ,
+                    HAS_RIGHT, HAS_SOFTCAP,
                 )  # fmt: skip
         if ORDERED:
             for i in range(lo, full):
@@ -419,7 +412,7 @@ def _consumer(
                     q_full, q_empty, do_full, do_empty, dq_full, dq_empty,
                     col_lo, len_q, len_k, softmax_scale, softcap, window_left, window_right,
                     BLOCK_M, BLOCK_D, STAGES, S_LAYOUT, Q_LAYOUT, P_LAYOUT, True, HAS_LEFT,
-                    HAS_RIGHT, HAS_SOFTCAP, HAS_DQ,
+                    HAS_RIGHT, HAS_SOFTCAP,
                 )  # fmt: skip
     _send(dv_desc, v_s, dv, sequence, first_k, len_k, col_lo, kv_head, BLOCK_D, VARLEN)
     _send(
@@ -464,16 +457,15 @@ def backward_kernel(
     batch, num_q_heads, num_kv_heads, group_size, num_tiles_m, num_tiles_n, num_heads, group_heads,
     num_tiles, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
     VARLEN: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr, HAS_DQ: gl.constexpr, ORDERED: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """Grid: one program a block of keys and kv head.
 
     stats_desc (float32, LSE of all tiles, then delta) and dq_desc (float32 sums) come in num_tiles
     tiles of BLOCK_M rows: num_tiles_m of each sequence and head, or VARLEN: of each head for all
     sequences, `cu_q[i] // BLOCK_M + i` being the first of sequence i. ORDERED: dQ is summed in the
-    order of the keys; turns_ptr is then int32, 0, one of each such tile and one more. HAS_DQ: else
-    dQ is left out. All but lengths and turns goes through descriptors: a box beyond its tensor is
-    cut off.
+    order of the keys; turns_ptr is then int32, 0, one of each such tile and one more. All but
+    lengths and turns goes through descriptors: a box beyond its tensor is cut off.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     KEYS: gl.constexpr = _shape(None, BLOCK_N, BLOCK_D, VARLEN)
@@ -484,14 +476,9 @@ def backward_kernel(
     v_s = gl.allocate_shared_memory(DTYPE, KEYS, v_desc.layout)
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], stats_desc.layout)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], stats_desc.layout)
-    ds_s = k_s
-    dq_s = k_s
-    if HAS_DQ:
-        DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], DTYPE)
-        ds_s = gl.allocate_shared_memory(DTYPE, [BLOCK_N, BLOCK_M], DS_LAYOUT)
-        dq_s = gl.allocate_shared_memory(
-            gl.float32, [1, BLOCK_M * BLOCK_D // 128, 128], dq_desc.layout
-        )
+    DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], DTYPE)
+    ds_s = gl.allocate_shared_memory(DTYPE, [BLOCK_N, BLOCK_M], DS_LAYOUT)
+    dq_s = gl.allocate_shared_memory(gl.float32, [1, BLOCK_M * BLOCK_D // 128, 128], dq_desc.layout)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -499,15 +486,8 @@ def backward_kernel(
     do_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     k_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    # A barrier that nobody waits at is not to be: its memory would hold other things at once, and
-    # a context switch between processes then ended in illegal memory accesses.
-    dq_full = k_full
-    dq_empty = k_full
-    if HAS_DQ:
-        dq_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-        dq_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-        mbarrier.init(dq_full, count=256)
-        mbarrier.init(dq_empty, count=1)
+    dq_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    dq_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(do_full.index(i), count=1)
@@ -515,6 +495,8 @@ def backward_kernel(
         mbarrier.init(do_empty.index(i), count=256)
     mbarrier.init(k_full, count=1)
     mbarrier.init(v_full, count=1)
+    mbarrier.init(dq_full, count=256)
+    mbarrier.init(dq_empty, count=1)
     fence_async_shared()
     number = gl.program_id(0)
     if ORDERED:  # as started, which programs need not be in the order of their numbers
@@ -527,50 +509,28 @@ def backward_kernel(
         col_lo, len_q, len_k, window_left, window_right, BLOCK_M, HAS_LEFT, HAS_RIGHT
     )
     # Arguments are spelled out: in a variable, compile-time values would cease to be such.
-    if HAS_DQ:
-        gl.warp_specialize(
-            [
-                (_consumer, (
-                    dk_desc, dv_desc, col_lo, sequence, kv_head, len_q, first_k, len_k, lo, full,
-                    hi, group_size, softmax_scale, softcap, window_left, window_right, q_s, k_s,
-                    v_s, do_s, lse_s, delta_s, ds_s, dq_s, k_full, v_full, q_full, q_empty,
-                    do_full, do_empty, dq_full, dq_empty, BLOCK_M, BLOCK_D, STAGES, VARLEN,
-                    HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_DQ, ORDERED,
-                )),
-                (_producer, (
-                    q_desc, k_desc, v_desc, dout_desc, stats_desc, col_lo, sequence,
-                    kv_head, first_q, len_q, first_k, len_k, first_tile, lo, hi, num_q_heads,
-                    group_size, num_tiles_m, num_tiles, q_s, k_s, v_s, do_s, lse_s, delta_s,
-                    k_full, v_full, q_full, q_empty, do_full, do_empty, BLOCK_M, BLOCK_D, STAGES,
-                    VARLEN, ORDERED,
-                )),
-                (_adder, (
-                    dq_desc, turns_ptr, sequence, kv_head, first_tile, col_lo, len_q, len_k, lo, hi,
-                    window_left, num_q_heads, group_size, num_tiles_m, dq_s, dq_full, dq_empty,
-                    BLOCK_M, VARLEN, HAS_LEFT, ORDERED,
-                )),
-            ],
-            [1, 1],
-            [24, 24],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_consumer, (
-                    dk_desc, dv_desc, col_lo, sequence, kv_head, len_q, first_k, len_k, lo, full,
-                    hi, group_size, softmax_scale, softcap, window_left, window_right, q_s, k_s,
-                    v_s, do_s, lse_s, delta_s, ds_s, dq_s, k_full, v_full, q_full, q_empty,
-                    do_full, do_empty, dq_full, dq_empty, BLOCK_M, BLOCK_D, STAGES, VARLEN,
-                    HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_DQ, ORDERED,
-                )),
-                (_producer, (
-                    q_desc, k_desc, v_desc, dout_desc, stats_desc, col_lo, sequence,
-                    kv_head, first_q, len_q, first_k, len_k, first_tile, lo, hi, num_q_heads,
-                    group_size, num_tiles_m, num_tiles, q_s, k_s, v_s, do_s, lse_s, delta_s,
-                    k_full, v_full, q_full, q_empty, do_full, do_empty, BLOCK_M, BLOCK_D, STAGES,
-                    VARLEN, ORDERED,
-                )),
-            ],
-            [1],
-            [24],
-        )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_consumer, (
+                dk_desc, dv_desc, col_lo, sequence, kv_head, len_q, first_k, len_k, lo, full,
+                hi, group_size, softmax_scale, softcap, window_left, window_right, q_s, k_s,
+                v_s, do_s, lse_s, delta_s, ds_s, dq_s, k_full, v_full, q_full, q_empty,
+                do_full, do_empty, dq_full, dq_empty, BLOCK_M, BLOCK_D, STAGES, VARLEN,
+                HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, ORDERED,
+            )),
+            (_producer, (
+                q_desc, k_desc, v_desc, dout_desc, stats_desc, col_lo, sequence,
+                kv_head, first_q, len_q, first_k, len_k, first_tile, lo, hi, num_q_heads,
+                group_size, num_tiles_m, num_tiles, q_s, k_s, v_s, do_s, lse_s, delta_s,
+                k_full, v_full, q_full, q_empty, do_full, do_empty, BLOCK_M, BLOCK_D, STAGES,
+                VARLEN, ORDERED,
+            )),
+            (_adder, (
+                dq_desc, turns_ptr, sequence, kv_head, first_tile, col_lo, len_q, len_k, lo, hi,
+                window_left, num_q_heads, group_size, num_tiles_m, dq_s, dq_full, dq_empty,
+                BLOCK_M, VARLEN, HAS_LEFT, ORDERED,
+            )),
+        ],
+        [1, 1],
+        [24, 24],
+    )  # fmt: skip

@@ -42,9 +42,10 @@ def prepare_kernel(
     num_tiles, num_q_heads, num_sequences, seqlen_q,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """Grid: one program a tile. sums_ptr: None where dQ is not summed; turns_ptr: None where it is
-    in any order; num_sequences: with the rows after the last one if VARLEN. Rows that a tile has
-    too many, and rows that see no key, get an LSE that makes their P zero.
+    """Grid: one program a tile. turns_ptr: None where dQ is summed in any order, else set to 0, and
+    the sums are left to the first block of keys; num_sequences: with the rows after the last one if
+    VARLEN. Rows that a tile has too many, and rows that see no key, get an LSE that makes their P
+    zero.
     """
     if turns_ptr is not None:
         tl.store(turns_ptr + tl.program_id(0), 0)
@@ -72,7 +73,7 @@ def prepare_kernel(
     stats = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     tl.store(lse2_ptr + stats, tl.where(lse == float("inf"), 1e30, lse * LOG2E))
     tl.store(delta_ptr + stats, delta)
-    if sums_ptr is not None and turns_ptr is None:
+    if turns_ptr is None:
         elements = tile * (BLOCK_M * BLOCK_D) + tl.arange(0, BLOCK_M * BLOCK_D)
         tl.store(sums_ptr + elements, tl.zeros([BLOCK_M * BLOCK_D], tl.float32))
 

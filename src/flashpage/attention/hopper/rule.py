@@ -15,8 +15,12 @@ over those of `triton/` in the same run. The forward:
 - one sequence of 32 heads, head_dim 128, causal: 0.80 and 0.83 with S 128 and 256 (at most 64 tiles
   of 128 rows for 132 multiprocessors), 1.06 with S 1024.
 
-The backward, as many query as kv heads, no windows, S from 1024 on: head_dim 64 1.12-1.34, head_dim
-128 1.29-1.44; with `deterministic=True` 1.02-1.09 and 1.00-1.07.
+The backward, as many query as kv heads, no windows, S from 1024 on: head_dim 64 1.13-1.36, head_dim
+128 1.30-1.45; with `deterministic=True` 1.12-1.28 and 1.07-1.28.
+
+Decode over pages, 64 query and 8 kv heads, head_dim 128, times of `triton/` over those here: 16
+queries 1.35-1.69 at full bandwidth and 1.02-1.15 in short cases, 9, 32 and 64 queries 1.43-1.79;
+with 64 rows (32/8 heads) 0.97-1.13.
 """
 
 from __future__ import annotations

@@ -138,20 +138,6 @@ def backward(
     return dq, dk, dv
 
 
-def dq_alone(
-    problem: Problem,
-    inputs: AttentionInputs,
-    dout: Tensor,
-    dlse: Tensor | None,
-    out: Tensor,
-    softmax_lse: Tensor,
-) -> Tensor:
-    """dq as of `backward`, for kernels that compute dK and dV otherwise."""
-    dq = torch.empty(inputs.q.shape, dtype=inputs.q.dtype, device=inputs.q.device)
-    _launch(problem, inputs, dout, dlse, out, softmax_lse, dq, None, None)
-    return dq
-
-
 def _launch(
     problem: Problem,
     x: AttentionInputs,
@@ -160,8 +146,8 @@ def _launch(
     out: Tensor,
     softmax_lse: Tensor,
     dq: Tensor,
-    dk: Tensor | None,
-    dv: Tensor | None,
+    dk: Tensor,
+    dv: Tensor,
 ) -> None:
     q, k, v, dout, out = map(as_batch, (x.q, x.k, x.v, dout, out))
     batch, seqlen_q, num_q_heads, head_dim = q.shape
@@ -236,8 +222,6 @@ def _launch(
         num_warps=of_dq.num_warps,
         num_stages=of_dq.num_stages,
     )
-    if dk is None:
-        return
     runtime.launch(dkdv_kernel, (num_blocks_k * num_lanes_kv,))(
         walked(q, of_dkdv.block_m),
         k,
