@@ -21,6 +21,7 @@ from typing import Any
 import llvmlite
 import numba
 from numba.core.caching import CompileResultCacheImpl, FunctionCache
+from numba.core.runtime import rtsys
 
 import flashpage
 from flashpage.folders import user_cache
@@ -153,3 +154,13 @@ class _CacheImpl(CompileResultCacheImpl):
 
 class _Cache(FunctionCache):
     _impl_class = _CacheImpl
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """A kernel from disk; None if it is not there.
+
+        numba's own first imports all that it can compile, 0.1 s that finished code does not need:
+        that only calls numba's runtime. If the kernel must be compiled, numba imports it then.
+        """
+        rtsys.initialize(target_context)
+        with self._guard_against_spurious_io_errors():
+            return self._load_overload(sig, target_context)
