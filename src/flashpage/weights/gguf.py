@@ -127,6 +127,10 @@ class GGUFFile:
         """Hugging Face name and type name of every tensor."""
         return [(name, self.tensors[self._hf_names[name]].type_name) for name in self._hf_names]
 
+    def hf_shape(self, hf_name: str) -> tuple[int, ...]:
+        """Rows first."""
+        return self.tensors[self._hf_names[hf_name]].shape
+
     def hf_tensors(self, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
         """Every tensor as Hugging Face checkpoints of this model name and lay it out."""
         for name in self._hf_names:

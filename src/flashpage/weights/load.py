@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -111,15 +112,30 @@ def load_model(
     _check_seed(seed)
     chosen = None if dtype == "auto" else _named_dtype(dtype)
     checkpoint = _open(model, load_format)
-    if tokenizer is None:
-        tokenizer = checkpoint.load_tokenizer()
-    elif not isinstance(tokenizer, Tokenizer):
-        tokenizer = load_tokenizer(_as_path(tokenizer, "tokenizer"))
-    config = _with_ends_of(checkpoint.config, tokenizer)
-    built = _quantized(checkpoint, config, chosen, device, quantize, seed)
+    wanted = quantize in quantized.TYPES or (
+        quantize == "auto"
+        and chosen is None
+        and device.type == "cpu"
+        and checkpoint.file is not None
+    )
+    # Weights are packed while the tokenizer and the kernels' compiler are loaded.
+    with _packing(checkpoint) if wanted else nullcontext() as items:
+        if tokenizer is None:
+            tokenizer = checkpoint.load_tokenizer()
+        elif not isinstance(tokenizer, Tokenizer):
+            tokenizer = load_tokenizer(_as_path(tokenizer, "tokenizer"))
+        config = _with_ends_of(checkpoint.config, tokenizer)
+        built = _quantized(checkpoint, config, items, chosen, quantize, seed) if wanted else None
     if built is None:
         built = _dense(checkpoint, config, chosen or _automatic_dtype(config, device), device, seed)
     return LoadedModel(checkpoint.name, config, built, tokenizer)
+
+
+def _packing(checkpoint: _Checkpoint) -> AbstractContextManager[Iterator[quantized.Item] | None]:
+    """Begin to pack matrices that come quantised, if there are any."""
+    if checkpoint.file is None:
+        return nullcontext()
+    return quantized.packing(checkpoint.file, checkpoint.config)
 
 
 def _dense(
@@ -139,17 +155,13 @@ def _dense(
 def _quantized(
     checkpoint: _Checkpoint,
     config: ModelConfig,
+    items: Iterable[quantized.Item] | None,
     dtype: torch.dtype | None,
-    device: torch.device,
     quantize: str,
     seed: int,
 ) -> QuantizedDecoder | None:
-    """The model with quantised weights, if that is wanted and possible."""
+    """The model with quantised weights, if that is possible; items: those of a GGUF file."""
     chosen = quantize in quantized.TYPES
-    if not chosen and (
-        quantize == "none" or dtype or device.type != "cpu" or checkpoint.file is None
-    ):
-        return None
     reason = why_not_quantized(config)
     if chosen and reason:
         raise ArgumentError(f"quantize = {quantize!r} can not be had here: {reason}")
@@ -158,11 +170,9 @@ def _quantized(
     if reason:
         logger.warning("the weights of %s are dequantised: %s", checkpoint.name, reason)
         return None
-    if checkpoint.file is not None:
-        items = quantized.gguf_items(checkpoint.file, config)
-    elif checkpoint.tensors is not None:
+    if items is None:
         items = checkpoint.tensors
-    else:
+    if items is None:
         items = dummy_tensors(build_model(config, torch.float32, "meta"), seed, "cpu")
     return quantized.assemble(
         config,

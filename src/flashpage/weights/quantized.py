@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from flashpage.errors import CheckpointError
-from flashpage.layers.cpu.packing import PackedWeight, can_pack, pack_dense, pack_gguf
+from flashpage.layers.cpu.packing import (
+    GROUP,
+    PackedWeight,
+    allocate,
+    can_pack,
+    pack_dense,
+    pack_gguf,
+)
 from flashpage.models.config import ModelConfig
 from flashpage.models.quantized import VECTORS, QuantizedDecoder, QuantizedLayer, merged
 from flashpage.models.registry import build_model
@@ -37,18 +46,64 @@ def why_not_kept(file: GGUFFile, config: ModelConfig) -> str | None:
     return None
 
 
-def gguf_items(file: GGUFFile, config: ModelConfig) -> Iterator[Item]:
-    """The file's tensors under their Hugging Face names, matrices of blocks packed as they are."""
+@contextmanager
+def packing(file: GGUFFile, config: ModelConfig) -> Iterator[Iterator[Item]]:
+    """The file's tensors under their Hugging Face names, matrices of blocks packed as they are.
 
-    def pack(name: str, type_name: str) -> PackedWeight:
-        return pack_gguf(type_name, file.hf_rows(name, config).numpy())
+    Threads pack from now on, while the caller does something else, and end with the context.
+    """
+    types = dict(file.hf_types())
+    rooms = _rooms(file, types)
 
-    types = file.hf_types()
+    def pack(name: str) -> PackedWeight:
+        pack_gguf(types[name], file.hf_rows(name, config).numpy(), rooms[name])
+        return rooms[name]
+
     with ThreadPoolExecutor(_PACKERS) as pool:
-        packed = {name: pool.submit(pack, name, t) for name, t in types if can_pack(t)}
-        for name, _ in types:
-            future = packed.pop(name, None)
-            yield name, file.hf_tensor(name, config) if future is None else future.result()
+        packed = {name: pool.submit(pack, name) for name in rooms}
+
+        def items() -> Iterator[Item]:
+            for name in types:
+                future = packed.pop(name, None)
+                yield name, file.hf_tensor(name, config) if future is None else future.result()
+
+        try:
+            yield items()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _rooms(file: GGUFFile, types: Mapping[str, str]) -> dict[str, PackedWeight]:
+    """Memory for every matrix that is packed; of those that will be merged, side by side."""
+    sizes = {name: _matrix_size(file.hf_shape(name)) for name, t in types.items() if can_pack(t)}
+    rooms: dict[str, PackedWeight] = {}
+    for name, (_, cols) in sizes.items():
+        if name in rooms or not cols:
+            continue
+        names = [x for x in _merged_with(name) if types.get(x) == types[name]]
+        if any(sizes[x][0] % GROUP or sizes[x][1] != cols for x in names):
+            names = [name]
+        whole = allocate(types[name], sum(sizes[x][0] for x in names), cols)
+        first = 0
+        for x in names:
+            rooms[x] = whole.part(first, sizes[x][0])
+            first += sizes[x][0]
+    return rooms
+
+
+def _matrix_size(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Rows and columns; no columns of what is no matrix."""
+    return shape[0], math.prod(shape[1:]) if len(shape) > 1 else 0
+
+
+def _merged_with(name: str) -> list[str]:
+    """The matrices of a matrix's projection, itself among them."""
+    for _, room, parts in _PROJECTIONS:
+        for part in parts:
+            end = f"{room}.{part}.weight"
+            if name.endswith(end):
+                return [name.removesuffix(end) + f"{room}.{x}.weight" for x in parts]
+    return [name]
 
 
 def assemble(

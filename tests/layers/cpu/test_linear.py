@@ -8,9 +8,9 @@ from torch import Tensor
 
 from flashpage.attention.cpu.numba_runtime import call, kernels
 from flashpage.errors import ArgumentError
-from flashpage.layers.cpu import forms, packing
+from flashpage.layers.cpu import forms
 from flashpage.layers.cpu.packing import PackedWeight
-from layers.cpu.test_packing import KINDS, raw_rows
+from layers.cpu.test_packing import KINDS, pack, raw_rows
 
 pytest.importorskip("numba")
 FORMS = forms.available_forms()
@@ -57,7 +57,7 @@ def unpacked(values: Tensor, scales: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("type_name", KINDS)
 def test_every_form_gives_the_product_and_the_same_bits(type_name: str) -> None:
-    weight = packing.pack_gguf(type_name, raw_rows(type_name, 53, 256))
+    weight = pack(type_name, raw_rows(type_name, 53, 256), 256)
     x = torch.randn(45, 256)
     x[2] *= 1e4
     x[3] = 0
@@ -79,7 +79,7 @@ def test_every_form_gives_the_product_and_the_same_bits(type_name: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("type_name", KINDS)
 def test_a_row_does_not_depend_on_others(type_name: str, form: str) -> None:
-    weight = packing.pack_gguf(type_name, raw_rows(type_name, 96, 256))
+    weight = pack(type_name, raw_rows(type_name, 96, 256), 256)
     x = torch.randn(61, 256)
     together = multiply(form, weight, x, threads=2)
     for start, stop in ((0, 1), (5, 7), (3, 11), (20, 50), (60, 61)):
@@ -88,7 +88,7 @@ def test_a_row_does_not_depend_on_others(type_name: str, form: str) -> None:
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_what_is_no_number_is_not_hidden(value: float) -> None:
-    weight = packing.pack_gguf("Q4_1", raw_rows("Q4_1", 16, 64))
+    weight = pack("Q4_1", raw_rows("Q4_1", 16, 64), 64)
     x = torch.randn(3, 64)
     x[1, 7] = value
     out = multiply(FORMS[0], weight, x)

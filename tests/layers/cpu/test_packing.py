@@ -33,12 +33,18 @@ def raw_rows(type_name: str, rows: int, cols: int) -> np.ndarray:
     return blocks.reshape(rows, -1)
 
 
+def pack(type_name: str, raw: np.ndarray, cols: int) -> packing.PackedWeight:
+    out = packing.allocate(type_name, len(raw), cols)
+    packing.pack_gguf(type_name, raw, out)
+    return out
+
+
 @pytest.mark.parametrize("rows", [1, 16, 21])
 @pytest.mark.parametrize("type_name", KINDS)
 def test_blocks_stay_what_they_are(type_name: str, rows: int) -> None:
     assert packing.can_pack(type_name)
     raw = raw_rows(type_name, rows, 512)
-    packed = packing.pack_gguf(type_name, raw)
+    packed = pack(type_name, raw, 512)
     assert (packed.kind, packed.rows, packed.cols) == (KINDS[type_name], rows, 512)
     assert packed.groups == -(-rows // 16)
     assert packed.blocks.data_ptr() % 64 == packed.scales.data_ptr() % 64 == 0
@@ -72,7 +78,21 @@ def test_floats_are_rounded_to_the_next_step(type_name: str, steps: int) -> None
 
 
 def test_parts_become_one_matrix() -> None:
-    parts = [packing.pack_gguf("Q4_1", raw_rows("Q4_1", rows, 64)) for rows in (32, 16, 16)]
+    parts = [pack("Q4_1", raw_rows("Q4_1", rows, 64), 64) for rows in (32, 16, 16)]
     whole = packing.concatenate(parts)
     assert whole.rows == 64
     assert torch.equal(whole.dequantize(), torch.cat([part.dequantize() for part in parts]))
+
+
+@pytest.mark.parametrize("type_name", KINDS)
+def test_neighbours_in_memory_become_one_without_copying(type_name: str) -> None:
+    room = packing.allocate(type_name, 64, 256)
+    parts = [room.part(0, 32), room.part(32, 16), room.part(48, 16)]
+    for part in parts:
+        packing.pack_gguf(type_name, raw_rows(type_name, part.rows, 256), part)
+    whole = packing.concatenate(parts)
+    assert whole.address() == room.address()
+    assert torch.equal(whole.dequantize(), torch.cat([part.dequantize() for part in parts]))
+    apart = packing.concatenate([parts[0], parts[2]])
+    assert apart.blocks.data_ptr() != room.blocks.data_ptr()
+    assert torch.equal(apart.dequantize(), whole.dequantize()[[*range(32), *range(48, 64)]])

@@ -66,6 +66,20 @@ class PackedWeight:
         """d and m of every block, flat, in the dtype that they are kept in."""
         return self.scales.view(torch.float16 if self.kind in (Q4, Q8) else torch.float32)
 
+    def part(self, first: int, rows: int) -> PackedWeight:
+        """`rows` rows from row `first` on, a multiple of 16, in the same memory."""
+        group, last = first // GROUP, -(-(first + rows) // GROUP)
+        block_bytes, scale_bytes = (
+            self.num_blocks * sizes[self.kind] for sizes in (BLOCK_BYTES, SCALE_BYTES)
+        )
+        return PackedWeight(
+            self.kind,
+            rows,
+            self.cols,
+            self.blocks[group * block_bytes : last * block_bytes],
+            self.scales[group * scale_bytes : last * scale_bytes],
+        )
+
     def dequantize(self) -> Tensor:
         """float32 `[rows, cols]`: what the packed values stand for."""
         shape = (self.groups, self.num_blocks)
@@ -91,18 +105,29 @@ def can_pack(type_name: str) -> bool:
     return type_name in _READERS
 
 
-def pack_gguf(type_name: str, raw: np.ndarray) -> PackedWeight:
+def allocate(type_name: str, rows: int, cols: int) -> PackedWeight:
+    """Memory, not filled, for a matrix of this GGUF type."""
+    kind = _KINDS[type_name]
+    count = -(-rows // GROUP) * (cols // BLOCK)
+    # torch's memory begins at a multiple of 64.
+    blocks, scales = (
+        torch.empty(count * sizes[kind], dtype=torch.uint8) for sizes in (BLOCK_BYTES, SCALE_BYTES)
+    )
+    return PackedWeight(kind, rows, cols, blocks, scales)
+
+
+def pack_gguf(type_name: str, raw: np.ndarray, out: PackedWeight) -> None:
     """Pack rows of a GGUF tensor: exactly its values.
 
     Args:
         type_name: Q4_0, Q4_1, Q8_0, Q4_K or Q6_K.
         raw: uint8 `[rows, bytes per row]`.
+        out: of `allocate`, or a part of it.
     """
-    rows = raw.shape[0]
-    missing = -rows % GROUP
+    missing = -raw.shape[0] % GROUP
     if missing:
         raw = np.concatenate([raw, np.zeros((missing, raw.shape[1]), np.uint8)])
-    return _READERS[type_name](raw, rows)
+    _READERS[type_name](raw, out)
 
 
 def pack_dense(weight: Tensor, type_name: str) -> PackedWeight:
@@ -131,8 +156,9 @@ def pack_dense(weight: Tensor, type_name: str) -> PackedWeight:
         d = (x.max(axis=-1) - low) / 15
         values = np.clip(np.floor((x - low[..., None]) * _inverse(d)[..., None] + 0.5), 0, 15)
         d, m = d.astype(np.float16), low.astype(np.float16)
-    kind = Q8 if type_name == "Q8_0" else Q4
-    return _pack(kind, values.astype(np.uint8), d[..., None], m[..., None], rows)
+    out = allocate(type_name, rows, cols)
+    _pack(values.astype(np.uint8), d[..., None], m[..., None], out)
+    return out
 
 
 def concatenate(parts: Sequence[PackedWeight]) -> PackedWeight:
@@ -142,65 +168,71 @@ def concatenate(parts: Sequence[PackedWeight]) -> PackedWeight:
         first.kind,
         sum(part.rows for part in parts),
         first.cols,
-        torch.cat([part.blocks for part in parts]),
-        torch.cat([part.scales for part in parts]),
+        _joined([part.blocks for part in parts]),
+        _joined([part.scales for part in parts]),
     )
+
+
+def _joined(vectors: Sequence[Tensor]) -> Tensor:
+    """`torch.cat`, without copying if they lie one after the other in the same memory."""
+    first = vectors[0]
+    memory, end = first.untyped_storage().data_ptr(), first.storage_offset()
+    for vector in vectors:
+        if vector.untyped_storage().data_ptr() != memory or vector.storage_offset() != end:
+            return torch.cat(list(vectors))
+        end += vector.numel()
+    return first.as_strided((end - first.storage_offset(),), (1,))
 
 
 def _inverse(d: np.ndarray) -> np.ndarray:
     return np.divide(1, d, out=np.zeros_like(d), where=d != 0)
 
 
-def _pack(kind: int, values: np.ndarray, d: np.ndarray, m: np.ndarray, rows: int) -> PackedWeight:
+def _pack(values: np.ndarray, d: np.ndarray, m: np.ndarray, out: PackedWeight) -> None:
     """values uint8 `[N, blocks, 32]`; d and m `[N, blocks, 1 or 2]`."""
-    if BLOCK_BYTES[kind] == 256:
+    if BLOCK_BYTES[out.kind] == 256:
         values = values[..., :16] | (values[..., 16:] << 4)
-    words = np.ascontiguousarray(values).view(np.uint32)
-    return _lay_out(kind, words, d, m, rows)
+    _lay_out(np.ascontiguousarray(values).view(np.uint32), d, m, out)
 
 
-def _lay_out(kind: int, words: np.ndarray, d: np.ndarray, m: np.ndarray, rows: int) -> PackedWeight:
+def _lay_out(words: np.ndarray, d: np.ndarray, m: np.ndarray, out: PackedWeight) -> None:
     """words uint32 `[N, blocks, 4 or 8]`: four columns each; d and m as in `_pack`."""
     padded, num_blocks, num_words = words.shape
     groups = padded // GROUP
-    blocks = torch.empty(words.size * 4, dtype=torch.uint8)  # aligned to 64 bytes
-    blocks.numpy().view(np.uint32).reshape(groups, num_blocks, num_words, GROUP)[...] = (
+    out.blocks.numpy().view(np.uint32).reshape(groups, num_blocks, num_words, GROUP)[...] = (
         words.reshape(groups, GROUP, num_blocks, num_words).transpose(0, 2, 3, 1)
     )
-    scales = torch.empty(groups * num_blocks * SCALE_BYTES[kind], dtype=torch.uint8)
-    scale_type = np.float16 if kind in (Q4, Q8) else np.float32
-    target = scales.numpy().view(scale_type).reshape(groups, num_blocks, d.shape[2], 2, GROUP)
+    target = out.scale_values().numpy().reshape(groups, num_blocks, d.shape[2], 2, GROUP)
     for place, source in enumerate((d, m)):
         grouped = source.reshape(groups, GROUP, num_blocks, d.shape[2])
         target[..., place, :] = grouped.transpose(0, 2, 3, 1)
-    return PackedWeight(kind, rows, num_blocks * BLOCK, blocks, scales)
 
 
 def _halfs(raw: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(raw).view(np.float16)
 
 
-def _q4_0(raw: np.ndarray, rows: int) -> PackedWeight:
+def _q4_0(raw: np.ndarray, out: PackedWeight) -> None:
     raw = raw.reshape(len(raw), -1, 18)
     d = _halfs(raw[..., :2])
     words = np.ascontiguousarray(raw[..., 2:]).view(np.uint32)
-    return _lay_out(Q4, words, d, np.float16(-8) * d, rows)
+    _lay_out(words, d, np.float16(-8) * d, out)
 
 
-def _q4_1(raw: np.ndarray, rows: int) -> PackedWeight:
+def _q4_1(raw: np.ndarray, out: PackedWeight) -> None:
     raw = raw.reshape(len(raw), -1, 20)
     words = np.ascontiguousarray(raw).view(np.uint32)[..., 1:]
-    return _lay_out(Q4, words, _halfs(raw[..., :2]), _halfs(raw[..., 2:4]), rows)
+    _lay_out(words, _halfs(raw[..., :2]), _halfs(raw[..., 2:4]), out)
 
 
-def _q8_0(raw: np.ndarray, rows: int) -> PackedWeight:
+def _q8_0(raw: np.ndarray, out: PackedWeight) -> None:
     raw = raw.reshape(len(raw), -1, 34)
     d = _halfs(raw[..., :2])
     words = np.ascontiguousarray(raw[..., 2:]).view(np.uint32) ^ np.uint32(0x80808080)
-    return _lay_out(Q8, words, d, np.float16(-128) * d, rows)
+    _lay_out(words, d, np.float16(-128) * d, out)
 
 
-def _q4_k(raw: np.ndarray, rows: int) -> PackedWeight:
+def _q4_k(raw: np.ndarray, out: PackedWeight) -> None:
     raw = raw.reshape(len(raw), -1, 144)
     d, d_min = (_halfs(raw[..., i : i + 2]).astype(np.float32) for i in (0, 2))
     low, middle, high = (raw[..., 4 + 4 * i : 8 + 4 * i] for i in range(3))
@@ -209,16 +241,15 @@ def _q4_k(raw: np.ndarray, rows: int) -> PackedWeight:
     values = raw[..., 16:].reshape(*raw.shape[:2], 4, 1, 32)
     values = np.concatenate([values & 15, values >> 4], axis=-2)
     shape = (len(raw), -1, 1)
-    return _pack(
-        Q4_WIDE,
+    _pack(
         values.reshape(len(raw), -1, BLOCK),
         (d * scale).reshape(shape),
         (-d_min * least).reshape(shape),
-        rows,
+        out,
     )
 
 
-def _q6_k(raw: np.ndarray, rows: int) -> PackedWeight:
+def _q6_k(raw: np.ndarray, out: PackedWeight) -> None:
     raw = raw.reshape(len(raw), -1, 210)
     shape = raw.shape[:2]
     low = raw[..., :128].reshape(*shape, 2, 1, 2, 32)
@@ -228,13 +259,15 @@ def _q6_k(raw: np.ndarray, rows: int) -> PackedWeight:
     values = low | (((high >> shifts) & 3) << 4)
     d = _halfs(raw[..., 208:]).astype(np.float32) * raw[..., 192:208].view(np.int8)
     d = d.reshape(len(raw), -1, 2)
-    return _pack(Q6_WIDE, values.reshape(len(raw), -1, BLOCK), d, -32 * d, rows)
+    _pack(values.reshape(len(raw), -1, BLOCK), d, -32 * d, out)
 
 
-_READERS: dict[str, Callable[[np.ndarray, int], PackedWeight]] = {
+_READERS: dict[str, Callable[[np.ndarray, PackedWeight], None]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
     "Q8_0": _q8_0,
     "Q4_K": _q4_k,
     "Q6_K": _q6_k,
 }
+
+_KINDS = {"Q4_0": Q4, "Q4_1": Q4, "Q8_0": Q8, "Q4_K": Q4_WIDE, "Q6_K": Q6_WIDE}
