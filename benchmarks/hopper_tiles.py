@@ -47,8 +47,10 @@ def variants(head_dim: int) -> dict[str, Any]:
             "128 rows": two,
             "128 rows, skip": replace(two, skip=True),
             "128 rows, no lazy rescale": replace(two, lazy=False),
-            "64 keys": replace(large, block_n=64, stages=6, immediates=True),
-            "64 keys, skip": replace(large, block_n=64, stages=6, immediates=True, skip=True),
+            "64 keys": replace(large, block_n=64, k_stages=6, v_stages=6, immediates=True),
+            "64 keys, skip": replace(
+                large, block_n=64, k_stages=6, v_stages=6, immediates=True, skip=True
+            ),
             "2 blocks of 64 rows": replace(short, block_n=128, blocks=2, registers=(224, 24)),
             "3 blocks of 64 rows": short,
         }

@@ -299,7 +299,17 @@ def _allocate(dtype: Any, shape: Sequence[int], layout: Any) -> Any:
     return _Shared(x.fill_(torch.nan) if dtype.is_floating_point else x.fill_(-(2**31)))
 
 
-def _keep_where(x: Tensor, distance: Tensor, step: int, other: float) -> Tensor:
+def _split_rows(x: Tensor, like: object = None) -> tuple[Tensor, Tensor]:
+    pairs = x.reshape(-1, 2, 8, *x.shape[1:])
+    return pairs[:, 0].flatten(0, 1), pairs[:, 1].flatten(0, 1)
+
+
+def _join_rows(first: Tensor, second: Tensor, like: object) -> Tensor:
+    pairs = (x.reshape(-1, 8, *x.shape[1:]) for x in (first, second))
+    return torch.stack(tuple(pairs), 1).flatten(0, 2)
+
+
+def _keep_where(x: Tensor, distance: Tensor, step: int, other: float, jump: bool = False) -> Tensor:
     assert (distance.diff(dim=1) == step).all()
     return torch.where(distance >= 0, x, other)
 
@@ -372,6 +382,11 @@ def _stand_ins() -> dict[str, types.ModuleType]:
         barrier_arrive=_named_arrive,
         release=_release,
         hold_here=lambda x: x,
+        hold_rows_here=lambda x: x,
+        split_rows=_split_rows,
+        split_vector=_split_rows,
+        join_rows=_join_rows,
+        join_vector=_join_rows,
         rescale_rows=lambda x, factor: x * factor[:, None],
         partial_sums=lambda x: x.reshape(x.shape[0], -1, 8).sum(1),
         scale_partial_sums=lambda x, factor: x * factor[:, None],

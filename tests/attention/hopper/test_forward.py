@@ -164,7 +164,19 @@ def test_every_way_of_tiling(
     registers, blocks = {1: ((136, 24), 3), 2: ((240, 24), 1), 3: ((160, 32), 1)}[consumers]
     ping_pong = ping_pong and consumers > 1
     tiles = hopper.Tiles(
-        consumers, block_n, 2, ping_pong, lazy, persistent, out_in_q, skip, skip, registers, blocks
+        consumers=consumers,
+        block_n=block_n,
+        k_stages=2,
+        v_stages=2 + persistent,
+        ping_pong=ping_pong,
+        lazy=lazy,
+        persistent=persistent,
+        out_in_q=out_in_q,
+        skip=skip,
+        immediates=skip,
+        halves=2 * lazy,
+        registers=registers,
+        blocks=blocks,
     )
     monkeypatch.setattr(hopper, "forward_tiles", lambda *args: tiles)
     check_dense(*qkv(1, 300, 400, (3, 1, 64)), causal=True)

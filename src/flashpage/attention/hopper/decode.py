@@ -21,9 +21,9 @@ from flashpage.attention.triton.combine import Parts, combine, empty_parts
 from flashpage.attention.triton.decode import capacity, num_splits_for
 
 TILES = {
-    64: Tiles(consumers=2, block_n=128, stages=6, immediates=True),
-    128: Tiles(consumers=2, block_n=128, stages=3, immediates=True),
-    256: Tiles(consumers=2, block_n=64, stages=2, immediates=True),
+    64: Tiles(consumers=2, block_n=128, k_stages=6, v_stages=6, immediates=True),
+    128: Tiles(consumers=2, block_n=128, k_stages=3, v_stages=3, immediates=True),
+    256: Tiles(consumers=2, block_n=64, k_stages=2, v_stages=2, immediates=True),
 }
 """By head_dim rounded up to a power of two. O has no shared memory of its own: more keys are on
 their way."""
@@ -133,7 +133,8 @@ def _launch_parts(
         BLOCK_N=tiles.block_n,
         HEAD_DIM=head_dim,
         BLOCK_D=block_d,
-        STAGES=tiles.stages,
+        K_STAGES=tiles.k_stages,
+        V_STAGES=tiles.v_stages,
         PACK=pack,
         CHUNK=chunk,
         PAGE=page,
@@ -146,6 +147,7 @@ def _launch_parts(
         LAZY=tiles.lazy,
         PERSISTENT=persistent,
         IMMEDIATES=tiles.immediates,
+        HALVES=tiles.halves,
         CONSUMER_REGISTERS=tiles.registers[0],
         PRODUCER_REGISTERS=tiles.registers[1],
         num_warps=4,

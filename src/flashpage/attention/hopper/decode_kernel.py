@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from flashpage.attention.hopper.forward_kernel import FIRST_BARRIER, told, walk
-from flashpage.attention.hopper.forward_producer import bring_keys, page_ids, publish
+from flashpage.attention.hopper.forward_producer import bring_first_keys, bring_keys, publish
 from flashpage.attention.hopper.forward_work import key_range
 from flashpage.attention.hopper.instructions import barrier_arrive, barrier_sync
 
@@ -51,15 +51,14 @@ def _producer(
     seqlen_q, num_new_tokens, capacity, num_kv_heads, num_tiles_m, num_splits, num_parts,
     num_pages, stride_table, q_s, k_s, v_s, tile_s,
     q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty,
-    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, PACK: gl.constexpr,
-    CHUNK: gl.constexpr, PAGE: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    PERSISTENT: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    PACK: gl.constexpr, CHUNK: gl.constexpr, PAGE: gl.constexpr, HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, PERSISTENT: gl.constexpr,
 ):  # fmt: skip
     """Find parts, tell the consumers, and keep Q, K and V coming. One warp.
 
     PERSISTENT: parts beyond the first are taken from a counter until none is left.
     """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     part = gl.program_id(0)
     blocks_done = 0
     parts_done = 0
@@ -77,12 +76,8 @@ def _producer(
             HAS_LEFT, HAS_RIGHT,
         )  # fmt: skip
         table_row = table_ptr
-        pages = 0
         if PAGE > 0:
             table_row += sequence.to(gl.int64) * stride_table
-            pages = page_ids(
-                table_row, (hi - 1) * BLOCK_N, len_k, num_pages, BLOCK_N, CHUNK, PAGE, LAYOUT
-            )
         mbarrier.wait(tile_empty, (parts_done & 1) ^ 1)
         publish(tile_s, 0, row_lo)
         publish(tile_s, 1, sequence)
@@ -92,6 +87,10 @@ def _producer(
         publish(tile_s, 5, lo)
         publish(tile_s, 6, hi)
         mbarrier.arrive(tile_full, count=1)
+        pages = bring_first_keys(
+            k_desc, table_row, sequence, sequence * capacity, len_k, hi, kv_head, num_pages, k_s,
+            k_full, k_empty, blocks_done, BLOCK_N, BLOCK_D, K_STAGES, CHUNK, PAGE, True,
+        )  # fmt: skip
         for w in gl.static_range(CONSUMERS):
             row = row_lo + w * 64
             mbarrier.wait(q_empty.index(w), (parts_done & 1) ^ 1)
@@ -103,7 +102,7 @@ def _producer(
         blocks_done = bring_keys(
             k_desc, v_desc, table_row, pages, sequence, sequence * capacity, len_k, lo, hi,
             kv_head, num_pages, k_s, v_s, k_full, k_empty, v_full, v_empty, blocks_done, BLOCK_N,
-            BLOCK_D, STAGES, CHUNK, PAGE, True,
+            BLOCK_D, K_STAGES, V_STAGES, CHUNK, PAGE, True,
         )  # fmt: skip
         parts_done += 1
         if PERSISTENT:
@@ -151,9 +150,9 @@ def _consumer(
     num_kv_heads, group_size, num_splits, q_s, k_s, v_s, tile_s,
     q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty,
     WARPGROUP: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr,
-    BLOCK_D: gl.constexpr, STAGES: gl.constexpr, PACK: gl.constexpr, RAW: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
-    PING_PONG: gl.constexpr, LAZY: gl.constexpr, IMMEDIATES: gl.constexpr,
+    BLOCK_D: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, PACK: gl.constexpr,
+    RAW: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+    PING_PONG: gl.constexpr, LAZY: gl.constexpr, IMMEDIATES: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
     """The 64 rows of number WARPGROUP of every part. One warpgroup."""
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
@@ -181,8 +180,9 @@ def _consumer(
         blocks_done, acc, row_sum, top, lse = walk(
             q, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, blocks_done,
             parts_done, row, lo, full_lo, full_hi, hi, seqlen_q, len_k, softmax_scale, softcap,
-            window_left, window_right, WARPGROUP, CONSUMERS, BLOCK_N, BLOCK_D, STAGES, PACK, RAW,
-            HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PING_PONG, LAZY, False, IMMEDIATES,
+            window_left, window_right, WARPGROUP, CONSUMERS, BLOCK_N, BLOCK_D, K_STAGES, V_STAGES,
+            PACK, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PING_PONG, LAZY, False, IMMEDIATES,
+            HALVES,
         )  # fmt: skip
         _store(
             out_ptr, lse_ptr, sum_ptr, acc, row_sum, top, lse, row, sequence, kv_head, split,
@@ -230,11 +230,12 @@ def decode_kernel(
     q_desc, k_desc, v_desc, out_ptr, lse_ptr, sum_ptr, counter_ptr, seqlens_ptr, table_ptr,
     softmax_scale, softcap, window_left, window_right, seqlen_q, num_new_tokens, capacity,
     num_kv_heads, group_size, num_tiles_m, num_splits, num_parts, num_pages, stride_table,
-    BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
-    PACK: gl.constexpr, CHUNK: gl.constexpr, PAGE: gl.constexpr, HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr, RAW: gl.constexpr,
-    PING_PONG: gl.constexpr, LAZY: gl.constexpr, PERSISTENT: gl.constexpr,
-    IMMEDIATES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr,
+    K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, PACK: gl.constexpr, CHUNK: gl.constexpr,
+    PAGE: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr, RAW: gl.constexpr, PING_PONG: gl.constexpr, LAZY: gl.constexpr,
+    PERSISTENT: gl.constexpr, IMMEDIATES: gl.constexpr, HALVES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid: one program a part, or with PERSISTENT as many as run at a time.
 
@@ -243,16 +244,16 @@ def decode_kernel(
     pages.
     """
     DTYPE: gl.constexpr = q_desc.dtype
-    KV: gl.constexpr = [STAGES, 1, 1, BLOCK_N, 1, BLOCK_D]
+    KV: gl.constexpr = [1, 1, BLOCK_N, 1, BLOCK_D]
     q_s = gl.allocate_shared_memory(DTYPE, _of(CONSUMERS, q_desc.block_shape), q_desc.layout)
-    k_s = gl.allocate_shared_memory(DTYPE, KV, k_desc.layout)
-    v_s = gl.allocate_shared_memory(DTYPE, KV, v_desc.layout)
+    k_s = gl.allocate_shared_memory(DTYPE, _of(K_STAGES, KV), k_desc.layout)
+    v_s = gl.allocate_shared_memory(DTYPE, _of(V_STAGES, KV), v_desc.layout)
     q_full = _barriers(CONSUMERS, 1)
     q_empty = _barriers(CONSUMERS, 128)
-    k_full = _barriers(STAGES, 1)
-    k_empty = _barriers(STAGES, 128 * CONSUMERS)
-    v_full = _barriers(STAGES, 1)
-    v_empty = _barriers(STAGES, 128 * CONSUMERS)
+    k_full = _barriers(K_STAGES, 1)
+    k_empty = _barriers(K_STAGES, 128 * CONSUMERS)
+    v_full = _barriers(V_STAGES, 1)
+    v_empty = _barriers(V_STAGES, 128 * CONSUMERS)
     tile_full = _barriers(1, 1).index(0)
     tile_empty = _barriers(1, CONSUMERS).index(0)
     tile_s = gl.allocate_shared_memory(gl.int32, [8, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -264,22 +265,22 @@ def decode_kernel(
                 out_ptr, lse_ptr, sum_ptr, softmax_scale, softcap, window_left, window_right,
                 seqlen_q, num_kv_heads, group_size, num_splits, q_s, k_s, v_s, tile_s, q_full,
                 q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty, 0, BLOCK_N,
-                HEAD_DIM, BLOCK_D, STAGES, PACK, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PING_PONG,
-                LAZY, IMMEDIATES,
+                HEAD_DIM, BLOCK_D, K_STAGES, V_STAGES, PACK, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
+                PING_PONG, LAZY, IMMEDIATES, HALVES,
             )),
             (_consumer, (
                 out_ptr, lse_ptr, sum_ptr, softmax_scale, softcap, window_left, window_right,
                 seqlen_q, num_kv_heads, group_size, num_splits, q_s, k_s, v_s, tile_s, q_full,
                 q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty, 1, BLOCK_N,
-                HEAD_DIM, BLOCK_D, STAGES, PACK, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PING_PONG,
-                LAZY, IMMEDIATES,
+                HEAD_DIM, BLOCK_D, K_STAGES, V_STAGES, PACK, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
+                PING_PONG, LAZY, IMMEDIATES, HALVES,
             )),
             (_producer, (
                 q_desc, k_desc, v_desc, counter_ptr, seqlens_ptr, table_ptr, window_left,
                 window_right, seqlen_q, num_new_tokens, capacity, num_kv_heads, num_tiles_m,
                 num_splits, num_parts, num_pages, stride_table, q_s, k_s, v_s, tile_s, q_full,
                 q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty, BLOCK_N, BLOCK_D,
-                STAGES, PACK, CHUNK, PAGE, HAS_LEFT, HAS_RIGHT, PERSISTENT,
+                K_STAGES, V_STAGES, PACK, CHUNK, PAGE, HAS_LEFT, HAS_RIGHT, PERSISTENT,
             )),
         ],
         [4, 1],

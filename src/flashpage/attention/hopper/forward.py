@@ -26,13 +26,16 @@ class Tiles:
     consumers: int
     """warpgroups, of 64 query rows each"""
     block_n: int
-    stages: int
+    k_stages: int
+    v_stages: int
     ping_pong: bool = True
     lazy: bool = True
     persistent: bool = True
     out_in_q: bool = False
     skip: bool = False
     immediates: bool = False
+    halves: int = 2
+    l2_bytes: int = L2_BYTES
     registers: tuple[int, int] = (240, 24)
     """of a thread of a consumer and of the producer"""
     blocks: int = 1
@@ -49,16 +52,19 @@ class Tiles:
 TILES_64_SHORT = Tiles(
     consumers=1,
     block_n=64,
-    stages=2,
+    k_stages=2,
+    v_stages=2,
     ping_pong=False,
     immediates=True,
     registers=(136, 24),
     blocks=3,
 )
-TILES_64_LONG = Tiles(consumers=3, block_n=128, stages=4, immediates=True, registers=(160, 32))
+TILES_64_LONG = Tiles(
+    consumers=3, block_n=128, k_stages=4, v_stages=4, immediates=True, registers=(160, 32)
+)
 TILES_64 = replace(TILES_64_LONG, skip=True)
-TILES_128 = Tiles(consumers=2, block_n=128, stages=2, immediates=True)
-TILES_256 = Tiles(consumers=2, block_n=64, stages=2, out_in_q=True)
+TILES_128 = Tiles(consumers=2, block_n=128, k_stages=2, v_stages=3, immediates=True)
+TILES_256 = Tiles(consumers=2, block_n=64, k_stages=2, v_stages=2, out_in_q=True)
 TILES_256_MASKED = replace(TILES_256, skip=True, immediates=True)
 
 
@@ -157,7 +163,7 @@ def launch(
     group_heads = problem.group_size
     if problem.window_right >= 0:
         kv_bytes = max(1, 2 * x.max_seqlen_k * block_d * x.q.element_size())
-        group_heads *= max(1, L2_BYTES // kv_bytes)
+        group_heads *= max(1, tiles.l2_bytes // kv_bytes)
     num_tiles = num_tiles_m * num_heads
     grid, counter = num_tiles, None
     if tiles.persistent:
@@ -189,7 +195,8 @@ def launch(
         CONSUMERS=tiles.consumers,
         BLOCK_N=tiles.block_n,
         BLOCK_D=block_d,
-        STAGES=tiles.stages,
+        K_STAGES=tiles.k_stages,
+        V_STAGES=tiles.v_stages,
         CHUNK=chunk,
         VARLEN=varlen,
         PAGE=page,
@@ -203,6 +210,7 @@ def launch(
         OUT_IN_Q=tiles.out_in_q,
         SKIP=tiles.skip,
         IMMEDIATES=tiles.immediates,
+        HALVES=tiles.halves,
         CONSUMER_REGISTERS=tiles.registers[0],
         PRODUCER_REGISTERS=tiles.registers[1],
         num_warps=4,

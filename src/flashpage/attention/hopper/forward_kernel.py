@@ -21,17 +21,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashpage.attention.hopper.forward_producer import RAGGED_ROWS, producer
-from flashpage.attention.hopper.forward_softmax import LOG2E, softmax
+from flashpage.attention.hopper.forward_softmax import LOG2E, exponentials, maxima, scores
 from flashpage.attention.hopper.forward_work import key_range, tile_blocks
 from flashpage.attention.hopper.instructions import (
     barrier_arrive,
     barrier_sync,
     hold_here,
+    hold_rows_here,
+    join_rows,
+    join_vector,
     pack_pairs,
     partial_sums,
     release,
     rescale_rows,
     scale_partial_sums,
+    split_rows,
+    split_vector,
     unpack_pairs,
 )
 
@@ -56,17 +61,27 @@ def _step(
     q, k_s, v_s, k_full, k_empty, v_full, v_empty, blocks_done, p, acc, m, total,
     row, block, len_q, len_k, softmax_scale, softcap, window_left, window_right,
     WARPGROUP: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
-    STAGES: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
-    PACK: gl.constexpr, MASK: gl.constexpr, RAW: gl.constexpr, HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr, PING_PONG: gl.constexpr,
-    LAZY: gl.constexpr, IMMEDIATES: gl.constexpr,
+    K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, S_LAYOUT: gl.constexpr,
+    O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, PACK: gl.constexpr, MASK: gl.constexpr,
+    RAW: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+    PING_PONG: gl.constexpr, LAZY: gl.constexpr, IMMEDIATES: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
-    """O += P V of the last block, S = Q K^T of `block` and its softmax."""
-    v_stage = blocks_done % STAGES
-    v_phase = (blocks_done // STAGES) & 1
+    """O += P V of the last block, S = Q K^T of `block` and its softmax.
+
+    HALVES: the softmax of rows 0-7 of every 16 comes before that of rows 8-15. Written so, the
+    second maxima (32 instructions at d 128, and the exchange of two shuffles) run under the first
+    exponentials, which wait for the one unit that computes them, and P V is waited for between
+    the two, so that P of the first half is rounded under the exponentials of the second. Without,
+    ptxas computes all maxima, then all exponentials, then rounds all.
+    """
+    scale = 1.0
+    if RAW:
+        scale = softmax_scale * LOG2E
+    v_stage = blocks_done % V_STAGES
+    v_phase = (blocks_done // V_STAGES) & 1
     blocks_done += 1
-    k_stage = blocks_done % STAGES
-    mbarrier.wait(k_full.index(k_stage), (blocks_done // STAGES) & 1)
+    k_stage = blocks_done % K_STAGES
+    mbarrier.wait(k_full.index(k_stage), (blocks_done // K_STAGES) & 1)
     if PING_PONG:
         barrier_sync(FIRST_BARRIER + WARPGROUP, 256)
     s = warpgroup_mma(
@@ -80,15 +95,34 @@ def _step(
         barrier_arrive(FIRST_BARRIER + (WARPGROUP + 1) % CONSUMERS, 256)
     s = warpgroup_mma_wait(1, deps=[s])
     release(k_empty.index(k_stage))
-    new_p, m, alpha = softmax(
-        s, m, row, block, len_q, len_k, softmax_scale, softcap, window_left, window_right,
-        BLOCK_N, S_LAYOUT, PACK, MASK, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, LAZY, IMMEDIATES,
+    s = scores(
+        s, row, block, len_q, len_k, softmax_scale, softcap, window_left, window_right,
+        BLOCK_N, S_LAYOUT, PACK, MASK, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, IMMEDIATES,
     )  # fmt: skip
-    total = scale_partial_sums(total, alpha) + partial_sums(new_p)
-    if LAZY:
-        total = hold_here(total)
-    acc, left = warpgroup_mma_wait(0, deps=[acc, left])
-    release(v_empty.index(v_stage))
+    if HALVES == 2 or (HALVES == 1 and not MASK):
+        s_first, s_second = split_rows(s)
+        m_first, m_second = split_vector(m, s_first)
+        new_first = hold_rows_here(maxima(s_first, m_first, scale, LAZY))
+        p_first, alpha_first = exponentials(s_first, m_first, new_first, scale, MASK)
+        new_second = maxima(s_second, m_second, scale, LAZY)
+        sums_first = partial_sums(p_first)
+        acc, left = warpgroup_mma_wait(0, deps=[acc, left])
+        release(v_empty.index(v_stage))
+        p_second, alpha_second = exponentials(s_second, m_second, new_second, scale, MASK)
+        alpha = join_vector(alpha_first, alpha_second, m)
+        sums = join_rows(sums_first, partial_sums(p_second), total)
+        total = scale_partial_sums(total, alpha) + sums
+        m = join_vector(new_first, new_second, m)
+        new_p = join_rows(p_first, p_second, s)
+    else:
+        new_m = maxima(s, m, scale, LAZY)
+        new_p, alpha = exponentials(s, m, new_m, scale, MASK)
+        m = new_m
+        total = scale_partial_sums(total, alpha) + partial_sums(new_p)
+        if LAZY:
+            total = hold_here(total)
+        acc, left = warpgroup_mma_wait(0, deps=[acc, left])
+        release(v_empty.index(v_stage))
     p = pack_pairs(new_p, v_s.dtype)
     alpha = gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))
     if LAZY:
@@ -101,19 +135,19 @@ def _step(
 @gluon.jit
 def _pass_by(
     k_full, k_empty, v_full, v_empty, blocks_done,
-    WARPGROUP: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-    PING_PONG: gl.constexpr,
+    WARPGROUP: gl.constexpr, CONSUMERS: gl.constexpr, K_STAGES: gl.constexpr,
+    V_STAGES: gl.constexpr, PING_PONG: gl.constexpr,
 ):  # fmt: skip
     """A block of keys that only the other warpgroups' rows see."""
-    stage = blocks_done % STAGES
-    phase = (blocks_done // STAGES) & 1
-    mbarrier.wait(k_full.index(stage), phase)
+    k_stage = blocks_done % K_STAGES
+    mbarrier.wait(k_full.index(k_stage), (blocks_done // K_STAGES) & 1)
     if PING_PONG:
         barrier_sync(FIRST_BARRIER + WARPGROUP, 256)
         barrier_arrive(FIRST_BARRIER + (WARPGROUP + 1) % CONSUMERS, 256)
-    release(k_empty.index(stage))
-    mbarrier.wait(v_full.index(stage), phase)
-    release(v_empty.index(stage))
+    release(k_empty.index(k_stage))
+    v_stage = blocks_done % V_STAGES
+    mbarrier.wait(v_full.index(v_stage), (blocks_done // V_STAGES) & 1)
+    release(v_empty.index(v_stage))
     return blocks_done + 1
 
 
@@ -122,9 +156,10 @@ def walk(
     q, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, blocks_done, tiles_done,
     row, lo, full_lo, full_hi, hi, len_q, len_k, softmax_scale, softcap, window_left, window_right,
     WARPGROUP: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
-    STAGES: gl.constexpr, PACK: gl.constexpr, RAW: gl.constexpr, HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr, PING_PONG: gl.constexpr,
-    LAZY: gl.constexpr, OUT_IN_Q: gl.constexpr, IMMEDIATES: gl.constexpr,
+    K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, PACK: gl.constexpr, RAW: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+    PING_PONG: gl.constexpr, LAZY: gl.constexpr, OUT_IN_Q: gl.constexpr, IMMEDIATES: gl.constexpr,
+    HALVES: gl.constexpr,
 ):  # fmt: skip
     """Attention of 64 rows over the blocks of keys lo ... hi - 1, of which full_lo ...
     full_hi - 1 need no mask: `(blocks_done, acc, row_sum, top, lse)`.
@@ -137,8 +172,8 @@ def walk(
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     mbarrier.wait(q_full.index(WARPGROUP), tiles_done & 1)
-    stage = blocks_done % STAGES
-    mbarrier.wait(k_full.index(stage), (blocks_done // STAGES) & 1)
+    stage = blocks_done % K_STAGES
+    mbarrier.wait(k_full.index(stage), (blocks_done // K_STAGES) & 1)
     if PING_PONG:
         barrier_sync(FIRST_BARRIER + WARPGROUP, 256)
     s = warpgroup_mma(
@@ -149,11 +184,27 @@ def walk(
         barrier_arrive(FIRST_BARRIER + (WARPGROUP + 1) % CONSUMERS, 256)
     s = warpgroup_mma_wait(0, deps=[s])
     release(k_empty.index(stage))
-    m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
-    new_p, m, _ = softmax(
-        s, m, row, hi - 1, len_q, len_k, softmax_scale, softcap, window_left, window_right,
-        BLOCK_N, S_LAYOUT, PACK, True, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, False, IMMEDIATES,
+    s = scores(
+        s, row, hi - 1, len_q, len_k, softmax_scale, softcap, window_left, window_right,
+        BLOCK_N, S_LAYOUT, PACK, True, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, IMMEDIATES,
     )  # fmt: skip
+    scale = 1.0
+    if RAW:
+        scale = softmax_scale * LOG2E
+    unseen = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
+    m = unseen
+    if HALVES == 2:
+        s_first, s_second = split_rows(s)
+        m_first, m_second = split_vector(unseen, s_first)
+        new_first = hold_rows_here(maxima(s_first, m_first, scale, False))
+        p_first, _ = exponentials(s_first, m_first, new_first, scale, True)
+        new_second = maxima(s_second, m_second, scale, False)
+        p_second, _ = exponentials(s_second, m_second, new_second, scale, True)
+        m = join_vector(new_first, new_second, unseen)
+        new_p = join_rows(p_first, p_second, s)
+    else:
+        m = maxima(s, unseen, scale, False)
+        new_p, _ = exponentials(s, unseen, m, scale, True)
     total = partial_sums(new_p)
     p = pack_pairs(new_p, v_s.dtype)
     acc = gl.zeros([64, BLOCK_D], gl.float32, O_LAYOUT)
@@ -166,9 +217,9 @@ def walk(
             blocks_done, p, acc, m, total = _step(
                 q, k_s, v_s, k_full, k_empty, v_full, v_empty, blocks_done, p, acc, m, total,
                 row, block, len_q, len_k, softmax_scale, softcap, window_left, window_right,
-                WARPGROUP, CONSUMERS, BLOCK_N, BLOCK_D, STAGES, S_LAYOUT, O_LAYOUT, P_LAYOUT,
-                PACK, True, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PING_PONG, LAZY,
-                IMMEDIATES,
+                WARPGROUP, CONSUMERS, BLOCK_N, BLOCK_D, K_STAGES, V_STAGES, S_LAYOUT, O_LAYOUT,
+                P_LAYOUT, PACK, True, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PING_PONG, LAZY,
+                IMMEDIATES, HALVES,
             )  # fmt: skip
     else:
         full_hi = hi - 1
@@ -176,24 +227,24 @@ def walk(
         blocks_done, p, acc, m, total = _step(
             q, k_s, v_s, k_full, k_empty, v_full, v_empty, blocks_done, p, acc, m, total,
             row, block, len_q, len_k, softmax_scale, softcap, window_left, window_right,
-            WARPGROUP, CONSUMERS, BLOCK_N, BLOCK_D, STAGES, S_LAYOUT, O_LAYOUT, P_LAYOUT,
-            PACK, False, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PING_PONG, LAZY,
-            IMMEDIATES,
+            WARPGROUP, CONSUMERS, BLOCK_N, BLOCK_D, K_STAGES, V_STAGES, S_LAYOUT, O_LAYOUT,
+            P_LAYOUT, PACK, False, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PING_PONG, LAZY,
+            IMMEDIATES, HALVES,
         )  # fmt: skip
     if HAS_LEFT:
         for block in range(full_lo - 1, lo - 1, -1):
             blocks_done, p, acc, m, total = _step(
                 q, k_s, v_s, k_full, k_empty, v_full, v_empty, blocks_done, p, acc, m, total,
                 row, block, len_q, len_k, softmax_scale, softcap, window_left, window_right,
-                WARPGROUP, CONSUMERS, BLOCK_N, BLOCK_D, STAGES, S_LAYOUT, O_LAYOUT, P_LAYOUT,
-                PACK, True, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PING_PONG, LAZY,
-                IMMEDIATES,
+                WARPGROUP, CONSUMERS, BLOCK_N, BLOCK_D, K_STAGES, V_STAGES, S_LAYOUT, O_LAYOUT,
+                P_LAYOUT, PACK, True, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PING_PONG, LAZY,
+                IMMEDIATES, HALVES,
             )  # fmt: skip
 
     if not OUT_IN_Q:
         release(q_empty.index(WARPGROUP))
-    stage = blocks_done % STAGES
-    mbarrier.wait(v_full.index(stage), (blocks_done // STAGES) & 1)
+    stage = blocks_done % V_STAGES
+    mbarrier.wait(v_full.index(stage), (blocks_done // V_STAGES) & 1)
     left = unpack_pairs(p, v_s.dtype, P_LAYOUT)
     acc = warpgroup_mma(left, v_s.index(stage).reshape([BLOCK_N, BLOCK_D]), acc, is_async=True)
     blocks_done += 1
@@ -237,10 +288,10 @@ def _consumer(
     q_s, k_s, v_s, o_s, tile_s,
     q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty,
     WARPGROUP: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
-    STAGES: gl.constexpr, VARLEN: gl.constexpr, RAW: gl.constexpr, HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr, PING_PONG: gl.constexpr,
-    LAZY: gl.constexpr, OUT_IN_Q: gl.constexpr, SKIP: gl.constexpr,
-    IMMEDIATES: gl.constexpr,
+    K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, VARLEN: gl.constexpr, RAW: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+    PING_PONG: gl.constexpr, LAZY: gl.constexpr, OUT_IN_Q: gl.constexpr, SKIP: gl.constexpr,
+    IMMEDIATES: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
     """The 64 rows of number WARPGROUP of every tile. One warpgroup.
 
@@ -277,16 +328,17 @@ def _consumer(
             my_hi = gl.minimum(gl.maximum(my_hi, lo + 1), hi)
             for _ in range(my_hi, hi):
                 blocks_done = _pass_by(
-                    k_full, k_empty, v_full, v_empty, blocks_done, WARPGROUP, CONSUMERS, STAGES,
-                    PING_PONG,
+                    k_full, k_empty, v_full, v_empty, blocks_done, WARPGROUP, CONSUMERS,
+                    K_STAGES, V_STAGES, PING_PONG,
                 )  # fmt: skip
             hi = my_hi
 
         blocks_done, acc, row_sum, _, lse = walk(
             q, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, blocks_done,
             tiles_done, row, lo, full_lo, full_hi, hi, len_q, len_k, softmax_scale, softcap,
-            window_left, window_right, WARPGROUP, CONSUMERS, BLOCK_N, BLOCK_D, STAGES, 1, RAW,
-            HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PING_PONG, LAZY, OUT_IN_Q, IMMEDIATES,
+            window_left, window_right, WARPGROUP, CONSUMERS, BLOCK_N, BLOCK_D, K_STAGES,
+            V_STAGES, 1, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PING_PONG, LAZY, OUT_IN_Q,
+            IMMEDIATES, HALVES,
         )  # fmt: skip
         out_s = o_s.index(WARPGROUP)
         if OUT_IN_Q:
@@ -338,11 +390,12 @@ def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, lse_ptr, counter_ptr, cu_q_ptr, cu_k_ptr, table_ptr,
     softmax_scale, softcap, window_left, window_right, seqlen_q, seqlen_k, batch, num_q_heads,
     group_size, num_tiles_m, num_heads, group_heads, num_pages, stride_table,
-    CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
-    CHUNK: gl.constexpr, VARLEN: gl.constexpr, PAGE: gl.constexpr, HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr, RAW: gl.constexpr,
-    PING_PONG: gl.constexpr, LAZY: gl.constexpr, PERSISTENT: gl.constexpr, OUT_IN_Q: gl.constexpr,
-    SKIP: gl.constexpr, IMMEDIATES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
+    K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, CHUNK: gl.constexpr, VARLEN: gl.constexpr,
+    PAGE: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr, RAW: gl.constexpr, PING_PONG: gl.constexpr, LAZY: gl.constexpr,
+    PERSISTENT: gl.constexpr, OUT_IN_Q: gl.constexpr, SKIP: gl.constexpr,
+    IMMEDIATES: gl.constexpr, HALVES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid: one program a tile, or with PERSISTENT as many as run at a time.
@@ -352,29 +405,32 @@ def forward_kernel(
     """
     DTYPE: gl.constexpr = q_desc.dtype
     TILE: gl.constexpr = _shape(CONSUMERS, 64, BLOCK_D, VARLEN)
-    KV: gl.constexpr = _shape(STAGES, BLOCK_N, BLOCK_D, VARLEN or PAGE > 0)
+    KV_RAGGED: gl.constexpr = VARLEN or PAGE > 0
+    K_SHAPE: gl.constexpr = _shape(K_STAGES, BLOCK_N, BLOCK_D, KV_RAGGED)
+    V_SHAPE: gl.constexpr = _shape(V_STAGES, BLOCK_N, BLOCK_D, KV_RAGGED)
     q_s = gl.allocate_shared_memory(DTYPE, TILE, q_desc.layout)
-    k_s = gl.allocate_shared_memory(DTYPE, KV, k_desc.layout)
-    v_s = gl.allocate_shared_memory(DTYPE, KV, v_desc.layout)
+    k_s = gl.allocate_shared_memory(DTYPE, K_SHAPE, k_desc.layout)
+    v_s = gl.allocate_shared_memory(DTYPE, V_SHAPE, v_desc.layout)
     o_s = q_s
     if not OUT_IN_Q:
         o_s = gl.allocate_shared_memory(DTYPE, TILE, o_desc.layout)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    k_full = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], BARRIER)
+    k_empty = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], BARRIER)
+    v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], BARRIER)
+    v_empty = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], BARRIER)
     tile_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     tile_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     tile_s = gl.allocate_shared_memory(gl.int32, [8, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     for i in gl.static_range(CONSUMERS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=128)
-    for i in gl.static_range(STAGES):
+    for i in gl.static_range(K_STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=128 * CONSUMERS)
+    for i in gl.static_range(V_STAGES):
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(v_empty.index(i), count=128 * CONSUMERS)
     mbarrier.init(tile_full, count=1)
@@ -387,17 +443,17 @@ def forward_kernel(
                 (_consumer, (
                     o_desc, lse_ptr, softmax_scale, softcap, window_left, window_right, seqlen_q,
                     num_q_heads, q_s, k_s, v_s, o_s, tile_s, q_full, q_empty, k_full, k_empty,
-                    v_full, v_empty, tile_full, tile_empty, 0, CONSUMERS, BLOCK_N, BLOCK_D, STAGES,
-                    VARLEN, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PING_PONG, LAZY, OUT_IN_Q, SKIP,
-                    IMMEDIATES,
+                    v_full, v_empty, tile_full, tile_empty, 0, CONSUMERS, BLOCK_N, BLOCK_D,
+                    K_STAGES, V_STAGES, VARLEN, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PING_PONG,
+                    LAZY, OUT_IN_Q, SKIP, IMMEDIATES, HALVES,
                 )),
                 (producer, (
                     q_desc, k_desc, v_desc, counter_ptr, cu_q_ptr, cu_k_ptr, table_ptr,
                     window_left, window_right, seqlen_q, seqlen_k, batch, num_q_heads, group_size,
                     num_tiles_m, num_heads, group_heads, num_pages, stride_table, q_s, k_s, v_s,
                     tile_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full,
-                    tile_empty, CONSUMERS, BLOCK_N, BLOCK_D, STAGES, CHUNK, VARLEN, PAGE, HAS_LEFT,
-                    HAS_RIGHT, PERSISTENT,
+                    tile_empty, CONSUMERS, BLOCK_N, BLOCK_D, K_STAGES, V_STAGES, CHUNK, VARLEN,
+                    PAGE, HAS_LEFT, HAS_RIGHT, PERSISTENT,
                 )),
             ],
             [1],
@@ -409,24 +465,24 @@ def forward_kernel(
                 (_consumer, (
                     o_desc, lse_ptr, softmax_scale, softcap, window_left, window_right, seqlen_q,
                     num_q_heads, q_s, k_s, v_s, o_s, tile_s, q_full, q_empty, k_full, k_empty,
-                    v_full, v_empty, tile_full, tile_empty, 0, CONSUMERS, BLOCK_N, BLOCK_D, STAGES,
-                    VARLEN, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PING_PONG, LAZY, OUT_IN_Q, SKIP,
-                    IMMEDIATES,
+                    v_full, v_empty, tile_full, tile_empty, 0, CONSUMERS, BLOCK_N, BLOCK_D,
+                    K_STAGES, V_STAGES, VARLEN, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PING_PONG,
+                    LAZY, OUT_IN_Q, SKIP, IMMEDIATES, HALVES,
                 )),
                 (_consumer, (
                     o_desc, lse_ptr, softmax_scale, softcap, window_left, window_right, seqlen_q,
                     num_q_heads, q_s, k_s, v_s, o_s, tile_s, q_full, q_empty, k_full, k_empty,
-                    v_full, v_empty, tile_full, tile_empty, 1, CONSUMERS, BLOCK_N, BLOCK_D, STAGES,
-                    VARLEN, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PING_PONG, LAZY, OUT_IN_Q, SKIP,
-                    IMMEDIATES,
+                    v_full, v_empty, tile_full, tile_empty, 1, CONSUMERS, BLOCK_N, BLOCK_D,
+                    K_STAGES, V_STAGES, VARLEN, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PING_PONG,
+                    LAZY, OUT_IN_Q, SKIP, IMMEDIATES, HALVES,
                 )),
                 (producer, (
                     q_desc, k_desc, v_desc, counter_ptr, cu_q_ptr, cu_k_ptr, table_ptr,
                     window_left, window_right, seqlen_q, seqlen_k, batch, num_q_heads, group_size,
                     num_tiles_m, num_heads, group_heads, num_pages, stride_table, q_s, k_s, v_s,
                     tile_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full,
-                    tile_empty, CONSUMERS, BLOCK_N, BLOCK_D, STAGES, CHUNK, VARLEN, PAGE, HAS_LEFT,
-                    HAS_RIGHT, PERSISTENT,
+                    tile_empty, CONSUMERS, BLOCK_N, BLOCK_D, K_STAGES, V_STAGES, CHUNK, VARLEN,
+                    PAGE, HAS_LEFT, HAS_RIGHT, PERSISTENT,
                 )),
             ],
             [4, 1],
@@ -438,31 +494,31 @@ def forward_kernel(
                 (_consumer, (
                     o_desc, lse_ptr, softmax_scale, softcap, window_left, window_right, seqlen_q,
                     num_q_heads, q_s, k_s, v_s, o_s, tile_s, q_full, q_empty, k_full, k_empty,
-                    v_full, v_empty, tile_full, tile_empty, 0, CONSUMERS, BLOCK_N, BLOCK_D, STAGES,
-                    VARLEN, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PING_PONG, LAZY, OUT_IN_Q, SKIP,
-                    IMMEDIATES,
+                    v_full, v_empty, tile_full, tile_empty, 0, CONSUMERS, BLOCK_N, BLOCK_D,
+                    K_STAGES, V_STAGES, VARLEN, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PING_PONG,
+                    LAZY, OUT_IN_Q, SKIP, IMMEDIATES, HALVES,
                 )),
                 (_consumer, (
                     o_desc, lse_ptr, softmax_scale, softcap, window_left, window_right, seqlen_q,
                     num_q_heads, q_s, k_s, v_s, o_s, tile_s, q_full, q_empty, k_full, k_empty,
-                    v_full, v_empty, tile_full, tile_empty, 1, CONSUMERS, BLOCK_N, BLOCK_D, STAGES,
-                    VARLEN, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PING_PONG, LAZY, OUT_IN_Q, SKIP,
-                    IMMEDIATES,
+                    v_full, v_empty, tile_full, tile_empty, 1, CONSUMERS, BLOCK_N, BLOCK_D,
+                    K_STAGES, V_STAGES, VARLEN, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PING_PONG,
+                    LAZY, OUT_IN_Q, SKIP, IMMEDIATES, HALVES,
                 )),
                 (_consumer, (
                     o_desc, lse_ptr, softmax_scale, softcap, window_left, window_right, seqlen_q,
                     num_q_heads, q_s, k_s, v_s, o_s, tile_s, q_full, q_empty, k_full, k_empty,
-                    v_full, v_empty, tile_full, tile_empty, 2, CONSUMERS, BLOCK_N, BLOCK_D, STAGES,
-                    VARLEN, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PING_PONG, LAZY, OUT_IN_Q, SKIP,
-                    IMMEDIATES,
+                    v_full, v_empty, tile_full, tile_empty, 2, CONSUMERS, BLOCK_N, BLOCK_D,
+                    K_STAGES, V_STAGES, VARLEN, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PING_PONG,
+                    LAZY, OUT_IN_Q, SKIP, IMMEDIATES, HALVES,
                 )),
                 (producer, (
                     q_desc, k_desc, v_desc, counter_ptr, cu_q_ptr, cu_k_ptr, table_ptr,
                     window_left, window_right, seqlen_q, seqlen_k, batch, num_q_heads, group_size,
                     num_tiles_m, num_heads, group_heads, num_pages, stride_table, q_s, k_s, v_s,
                     tile_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full,
-                    tile_empty, CONSUMERS, BLOCK_N, BLOCK_D, STAGES, CHUNK, VARLEN, PAGE, HAS_LEFT,
-                    HAS_RIGHT, PERSISTENT,
+                    tile_empty, CONSUMERS, BLOCK_N, BLOCK_D, K_STAGES, V_STAGES, CHUNK, VARLEN,
+                    PAGE, HAS_LEFT, HAS_RIGHT, PERSISTENT,
                 )),
             ],
             [4, 4, 1],

@@ -65,36 +65,81 @@ def _fetch_keys(
 
 
 @gluon.jit
+def _fetch_block(
+    desc, smem, full, empty, count, pages, sequence, first_k, len_k, n, kv_head,
+    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, CHUNK: gl.constexpr,
+    PAGE: gl.constexpr, RAGGED: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Copy the block of keys at n of K or V, number `count` of all, once its stage is free."""
+    stage = count % STAGES
+    mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
+    mbarrier.expect(full.index(stage), BLOCK_N * BLOCK_D * 2)
+    _fetch_keys(
+        desc, smem.index(stage), full.index(stage), pages, sequence, first_k, len_k, n, kv_head,
+        BLOCK_N, CHUNK, PAGE, RAGGED, LAYOUT,
+    )  # fmt: skip
+
+
+@gluon.jit
+def bring_first_keys(
+    k_desc, table_row, sequence, first_k, len_k, hi, kv_head, num_pages, k_s, k_full, k_empty,
+    blocks_done, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, K_STAGES: gl.constexpr,
+    CHUNK: gl.constexpr, PAGE: gl.constexpr, RAGGED: gl.constexpr,
+):  # fmt: skip
+    """Copy block hi - 1 of K alone; its pages, for `bring_keys`. Its stage is free before that of Q
+    is, so it is asked for before Q."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    n = (hi - 1) * BLOCK_N
+    pages = 0
+    if PAGE > 0:
+        pages = page_ids(table_row, n, len_k, num_pages, BLOCK_N, CHUNK, PAGE, LAYOUT)
+    _fetch_block(
+        k_desc, k_s, k_full, k_empty, blocks_done, pages, sequence, first_k, len_k, n, kv_head,
+        BLOCK_N, BLOCK_D, K_STAGES, CHUNK, PAGE, RAGGED, LAYOUT,
+    )  # fmt: skip
+    return pages
+
+
+@gluon.jit
 def bring_keys(
     k_desc, v_desc, table_row, pages, sequence, first_k, len_k, lo, hi, kv_head, num_pages,
     k_s, v_s, k_full, k_empty, v_full, v_empty, blocks_done,
-    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, CHUNK: gl.constexpr,
-    PAGE: gl.constexpr, RAGGED: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    CHUNK: gl.constexpr, PAGE: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
-    """Copy the blocks of keys hi - 1 ... lo, in this order; `pages` are those of the first.
-    Returns `blocks_done`, which counts them."""
+    """Copy the blocks of keys hi - 1 ... lo, in this order, but for K of the first, whose `pages`
+    these are (`bring_first_keys`). Returns `blocks_done`, which counts them.
+
+    K of a block goes before V of the block before it: consumers give back a stage of K when its
+    scores are there, one of V only after the softmax that runs beside its product. To wait for
+    V's first would hold up a K that could have come, and the tensor cores with it.
+    """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    for block in range(hi - 1, lo - 1, -1):
+    ahead = pages
+    if PAGE > 0:
+        ahead = page_ids(
+            table_row, (hi - 2) * BLOCK_N, len_k, num_pages, BLOCK_N, CHUNK, PAGE, LAYOUT
+        )
+    for block in range(hi - 2, lo - 1, -1):
         n = block * BLOCK_N
-        stage = blocks_done % STAGES
-        phase = (blocks_done // STAGES) & 1
-        here = pages
+        last = pages
+        pages = ahead
         if PAGE > 0:  # the next block's, while this one is waited for
-            pages = page_ids(table_row, n - BLOCK_N, len_k, num_pages, BLOCK_N, CHUNK, PAGE, LAYOUT)
-        mbarrier.wait(k_empty.index(stage), phase ^ 1)
-        mbarrier.expect(k_full.index(stage), BLOCK_N * BLOCK_D * 2)
-        _fetch_keys(
-            k_desc, k_s.index(stage), k_full.index(stage), here, sequence, first_k, len_k,
-            n, kv_head, BLOCK_N, CHUNK, PAGE, RAGGED, LAYOUT,
+            ahead = page_ids(table_row, n - BLOCK_N, len_k, num_pages, BLOCK_N, CHUNK, PAGE, LAYOUT)
+        _fetch_block(
+            k_desc, k_s, k_full, k_empty, blocks_done + 1, pages, sequence, first_k, len_k, n,
+            kv_head, BLOCK_N, BLOCK_D, K_STAGES, CHUNK, PAGE, RAGGED, LAYOUT,
         )  # fmt: skip
-        mbarrier.wait(v_empty.index(stage), phase ^ 1)
-        mbarrier.expect(v_full.index(stage), BLOCK_N * BLOCK_D * 2)
-        _fetch_keys(
-            v_desc, v_s.index(stage), v_full.index(stage), here, sequence, first_k, len_k,
-            n, kv_head, BLOCK_N, CHUNK, PAGE, RAGGED, LAYOUT,
+        _fetch_block(
+            v_desc, v_s, v_full, v_empty, blocks_done, last, sequence, first_k, len_k, n + BLOCK_N,
+            kv_head, BLOCK_N, BLOCK_D, V_STAGES, CHUNK, PAGE, RAGGED, LAYOUT,
         )  # fmt: skip
         blocks_done += 1
-    return blocks_done
+    _fetch_block(
+        v_desc, v_s, v_full, v_empty, blocks_done, pages, sequence, first_k, len_k, lo * BLOCK_N,
+        kv_head, BLOCK_N, BLOCK_D, V_STAGES, CHUNK, PAGE, RAGGED, LAYOUT,
+    )  # fmt: skip
+    return blocks_done + 1
 
 
 @gluon.jit
@@ -109,9 +154,10 @@ def producer(
     num_tiles_m, num_heads, group_heads, num_pages, stride_table,
     q_s, k_s, v_s, tile_s,
     q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty,
-    CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
-    CHUNK: gl.constexpr, VARLEN: gl.constexpr, PAGE: gl.constexpr, HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr, PERSISTENT: gl.constexpr,
+    CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
+    K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, CHUNK: gl.constexpr, VARLEN: gl.constexpr,
+    PAGE: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    PERSISTENT: gl.constexpr,
 ):  # fmt: skip
     """Find tiles, tell the consumers, and keep Q, K and V coming. One warp.
 
@@ -119,7 +165,6 @@ def producer(
     """
     BLOCK_M: gl.constexpr = 64 * CONSUMERS
     KV_RAGGED: gl.constexpr = VARLEN or PAGE > 0
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     num_tiles = num_tiles_m * num_heads
     tile = gl.program_id(0)
     blocks_done = 0
@@ -144,12 +189,12 @@ def producer(
                 BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT,
             )  # fmt: skip
             table_row = table_ptr
-            pages = 0
             if PAGE > 0:
                 table_row += sequence.to(gl.int64) * stride_table
-                pages = page_ids(
-                    table_row, (hi - 1) * BLOCK_N, len_k, num_pages, BLOCK_N, CHUNK, PAGE, LAYOUT
-                )
+            pages = bring_first_keys(
+                k_desc, table_row, sequence, first_k, len_k, hi, kv_head, num_pages, k_s, k_full,
+                k_empty, blocks_done, BLOCK_N, BLOCK_D, K_STAGES, CHUNK, PAGE, KV_RAGGED,
+            )  # fmt: skip
             for w in gl.static_range(CONSUMERS):
                 mbarrier.wait(q_empty.index(w), (tiles_done & 1) ^ 1)
                 mbarrier.expect(q_full.index(w), 64 * BLOCK_D * 2)
@@ -160,7 +205,7 @@ def producer(
             blocks_done = bring_keys(
                 k_desc, v_desc, table_row, pages, sequence, first_k, len_k, lo, hi, kv_head,
                 num_pages, k_s, v_s, k_full, k_empty, v_full, v_empty, blocks_done, BLOCK_N,
-                BLOCK_D, STAGES, CHUNK, PAGE, KV_RAGGED,
+                BLOCK_D, K_STAGES, V_STAGES, CHUNK, PAGE, KV_RAGGED,
             )  # fmt: skip
             tiles_done += 1
         if PERSISTENT:

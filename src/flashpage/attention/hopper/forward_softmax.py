@@ -1,4 +1,8 @@
-"""P of one tile of scores in the forward for Hopper: scale, softcap, mask, the running maximum."""
+"""P of one tile of scores in the forward for Hopper: scale, softcap, mask, the running maximum.
+
+Scores are RAW where a positive scale keeps them in order; they are then scaled to base 2 in the
+exponent only. Otherwise they are logits in base 2, and their `scale` is 1.
+"""
 
 from __future__ import annotations
 
@@ -21,24 +25,18 @@ def tanh(x):
 
 
 @gluon.jit
-def softmax(
-    s, m, row, block, len_q, len_k, softmax_scale, softcap, window_left, window_right,
+def scores(
+    s, row, block, len_q, len_k, softmax_scale, softcap, window_left, window_right,
     BLOCK_N: gl.constexpr, S_LAYOUT: gl.constexpr, PACK: gl.constexpr, MASK: gl.constexpr,
     RAW: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
-    LAZY: gl.constexpr, IMMEDIATES: gl.constexpr,
+    IMMEDIATES: gl.constexpr,
 ):  # fmt: skip
-    """`(p, m, alpha)`: P of a tile of raw scores, in base 2, the new maxima, and the factor that
-    older sums and accumulators take.
+    """A tile of raw scores, without RAW as logits in base 2, and with MASK masked.
 
-    RAW: m are maxima of raw scores, which a positive scale keeps in order; otherwise of logits in
-    base 2. LAZY: a maximum that grew by less than 8 in base 2 is not moved: P is then at most 2^8.
     IMMEDIATES: masks compare with constants, one for each column of a thread. PACK: rows of one
     token.
     """
-    scale = 1.0
-    if RAW:
-        scale = softmax_scale * LOG2E
-    else:
+    if not RAW:
         s = s * softmax_scale
         if HAS_SOFTCAP:
             s = softcap * tanh(s / softcap)
@@ -54,20 +52,33 @@ def softmax(
             last = gl.minimum(rows + (diff + window_right), last)
         first = rows + (diff - window_left)
         if IMMEDIATES:
-            s = keep_where(s, last[:, None] - cols[None, :], -1, float("-inf"))
+            s = keep_where(s, last[:, None] - cols[None, :], -1, float("-inf"), True)
             if HAS_LEFT:
-                s = keep_where(s, cols[None, :] - first[:, None], 1, float("-inf"))
+                s = keep_where(s, cols[None, :] - first[:, None], 1, float("-inf"), True)
         else:
             seen = cols[None, :] <= last[:, None]
             if HAS_LEFT:
                 seen = seen & (cols[None, :] >= first[:, None])
             s = gl.where(seen, s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def maxima(s, m, scale, LAZY: gl.constexpr):
+    """The new maxima of rows whose maxima were m.
+
+    LAZY: a maximum that grew by less than 8 in base 2 is not moved: P is then at most 2^8.
+    """
     new_m = gl.maximum(m, gl.max(s, 1))
     if LAZY:
         new_m = gl.where((new_m - m) * scale > 8.0, new_m, m)
+    return new_m
+
+
+@gluon.jit
+def exponentials(s, m, new_m, scale, MASK: gl.constexpr):
+    """`(p, alpha)`: P of a tile of scores, and the factor that older sums and accumulators take."""
     shift = new_m
     if MASK:  # rows that have seen no key yet
         shift = gl.where(new_m == float("-inf"), 0.0, new_m)
-    p = gl.exp2(s * scale - (shift * scale)[:, None])
-    alpha = gl.exp2((m - shift) * scale)
-    return p, new_m, alpha
+    return gl.exp2(s * scale - (shift * scale)[:, None]), gl.exp2((m - shift) * scale)

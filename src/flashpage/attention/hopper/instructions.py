@@ -1,6 +1,6 @@
 """Single instructions that Gluon has no word for: named barriers, quiet arrivals, a rescale that a
-warp can jump over, a mask by immediates, sums in global memory. The kernels are written in these
-and in Gluon; nothing here knows attention.
+warp can jump over, a mask by immediates, halves of the rows, sums in global memory. The kernels are
+written in these and in Gluon; nothing here knows attention.
 """
 
 from __future__ import annotations
@@ -55,6 +55,20 @@ def hold_here(x):
         dtype=gl.float32,
         is_pure=False,
         pack=4,
+    )
+
+
+@gluon.jit
+def hold_rows_here(x):
+    """`hold_here` for one number of a row a thread, such as its maximum; x is below infinity."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred q; setp.eq.f32 q, $1, 0f7F800000; vote.sync.any.pred q, q, 0xffffffff; "
+        "@!q bra.uni over; nanosleep.u32 1; over: mov.b32 $0, $1; }",
+        "=f,f",
+        [x],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=1,
     )
 
 
@@ -132,6 +146,45 @@ def unpack_pairs(x, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
     return gl.convert_layout(pairs, LAYOUT, assert_trivial=True)
 
 
+@gluon.jit
+def split_rows(x):
+    """x `[rows, columns]` of an accumulator as its rows 0-7 and 8-15 of every 16, of which each
+    thread has one each: no data moves."""
+    R: gl.constexpr = x.shape[0]
+    C: gl.constexpr = x.shape[1]
+    first, second = gl.split(x.reshape([R // 16, 2, 8, C]).permute((0, 2, 3, 1)))
+    return first.reshape([R // 2, C]), second.reshape([R // 2, C])
+
+
+@gluon.jit
+def join_rows(first, second, like):
+    """What `split_rows` split, in the layout of `like`."""
+    R: gl.constexpr = first.shape[0]
+    C: gl.constexpr = first.shape[1]
+    LAYOUT: gl.constexpr = like.type.layout
+    x = gl.join(first, second).reshape([R // 8, 8, C, 2]).permute((0, 3, 1, 2))
+    return gl.convert_layout(x.reshape([R * 2, C]), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def split_vector(x, like):
+    """One number a row, split as `split_rows` split the rows; `like` is one half of them."""
+    R: gl.constexpr = x.shape[0]
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, like.type.layout)
+    first, second = gl.split(x.reshape([R // 16, 2, 8]).permute((0, 2, 1)))
+    first = gl.convert_layout(first.reshape([R // 2]), LAYOUT, assert_trivial=True)
+    return first, gl.convert_layout(second.reshape([R // 2]), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def join_vector(first, second, like):
+    """What `split_vector` split, in the layout of `like`."""
+    R: gl.constexpr = first.shape[0]
+    LAYOUT: gl.constexpr = like.type.layout
+    x = gl.join(first, second).reshape([R // 8, 8, 2]).permute((0, 2, 1))
+    return gl.convert_layout(x.reshape([R * 2]), LAYOUT, assert_trivial=True)
+
+
 @builtin
 def tma_add(desc, coord, source, _semantic=None):
     """Add a tile in shared memory to one in global memory, asynchronously, as a store by `tma`."""
@@ -141,7 +194,7 @@ def tma_add(desc, coord, source, _semantic=None):
 
 
 @gluon.constexpr_function
-def _keep(n, step, other):
+def _keep(n, step, other, jump):
     """$0... are the results, tied to x; from $2n on the distances. A thread's elements are two of a
     row, two of the row 8 further down, then those 8 columns on."""
     bits = "00000000" if other == 0.0 else "FF800000"
@@ -150,7 +203,14 @@ def _keep(n, step, other):
         column, distance = 8 * (i >> 2) + (i & 1), 2 * n + (i & 2)
         select.append(f"setp.ge.s32 q, ${distance}, {-step * column};")
         select.append(f"selp.f32 ${i}, ${i}, 0f{bits}, q;")
-    return f"{{ .reg .pred q; {' '.join(select)} }}"
+    if not jump:
+        return f"{{ .reg .pred q; {' '.join(select)} }}"
+    nearest = max(0, -step * (8 * ((n - 1) >> 2) + 1))
+    return (
+        f"{{ .reg .pred q; .reg .s32 d; min.s32 d, ${2 * n}, ${2 * n + 2}; "
+        f"setp.lt.s32 q, d, {nearest}; vote.sync.any.pred q, q, 0xffffffff; @!q bra.uni over; "
+        f"{' '.join(select)} over: }}"
+    )
 
 
 @gluon.constexpr_function
@@ -159,16 +219,19 @@ def _keep_operands(n):
 
 
 @gluon.jit
-def keep_where(x, distance, STEP: gl.constexpr, OTHER: gl.constexpr):
+def keep_where(
+    x, distance, STEP: gl.constexpr, OTHER: gl.constexpr, JUMP: gl.constexpr = False
+):  # fmt: skip
     """x where distance >= 0, else OTHER, which is 0 or -inf.
 
     From one column to the next distance grows by STEP: of a row only its first element of each
     thread is looked at, the others are never computed. (An ordinary `where` takes more
-    instructions, and registers for its indices.) For an accumulator whose warps lie along rows.
+    instructions, and registers for its indices.) JUMP: a warp of which nothing is hidden jumps
+    over it. For an accumulator whose warps lie along rows.
     """
     N: gl.constexpr = x.shape[1] // 2
     return gl.inline_asm_elementwise(
-        _keep(N, STEP, OTHER),
+        _keep(N, STEP, OTHER, JUMP),
         _keep_operands(N),
         [x, distance],
         dtype=gl.float32,
