@@ -30,6 +30,12 @@ KNOBS: dict[str, dict[str, Any]] = {
     "skip": {"skip": True},
     "immediates": {"immediates": True},
     "skip, immediates": {"skip": True, "immediates": True},
+    "two stages of V": {"v_stages": 2},
+    "three stages of V": {"v_stages": 3},
+    "halves": {"halves": True},
+    "no halves": {"halves": False},
+    "16 MB side by side": {"l2_bytes": 16 * 2**20},
+    "32 MB side by side": {"l2_bytes": 32 * 2**20},
 }
 
 
@@ -38,8 +44,8 @@ def variants(head_dim: int) -> dict[str, Any]:
     from flashpage.attention.hopper import forward
 
     short = forward.TILES_64_SHORT
-    large = {64: forward.TILES_64_LONG, 128: forward.TILES_128, 256: forward.TILES_256}[head_dim]
-    large = replace(large, immediates=False)
+    large = {64: forward.TILES_64, 128: forward.TILES_128, 256: forward.TILES_256}[head_dim]
+    large = replace(large, skip=False, immediates=False)
     found = {"large": large, **{name: replace(large, **knob) for name, knob in KNOBS.items()}}
     if head_dim == 64:
         two = replace(large, consumers=2, registers=(240, 24), immediates=True)
@@ -55,7 +61,8 @@ def variants(head_dim: int) -> dict[str, Any]:
             "3 blocks of 64 rows": short,
         }
     if head_dim == 128:
-        found["2 blocks of 64 rows"] = replace(short, blocks=2, registers=(224, 24))
+        two = replace(short, v_stages=2, blocks=2, registers=(224, 24))
+        found["2 blocks of 64 rows"] = two
     return found
 
 

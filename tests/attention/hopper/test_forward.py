@@ -174,7 +174,7 @@ def test_every_way_of_tiling(
         out_in_q=out_in_q,
         skip=skip,
         immediates=skip,
-        halves=2 * lazy,
+        halves=lazy,
         registers=registers,
         blocks=blocks,
     )

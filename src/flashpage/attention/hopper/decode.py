@@ -13,7 +13,13 @@ from torch import Tensor
 from flashpage.attention.dispatch import DecodeInputs
 from flashpage.attention.hopper.decode_kernel import BLOCK_M, decode_kernel
 from flashpage.attention.hopper.descriptors import fits, packed_descriptor, ragged_descriptor
-from flashpage.attention.hopper.forward import Tiles, pages_fit, registers_for_pages, rows_follow
+from flashpage.attention.hopper.forward import (
+    Tiles,
+    halves,
+    pages_fit,
+    registers_for_pages,
+    rows_follow,
+)
 from flashpage.attention.problem import Problem
 from flashpage.attention.triton import runtime
 from flashpage.attention.triton.arguments import cdiv, next_power_of_2, raw_scores, window
@@ -23,7 +29,7 @@ from flashpage.attention.triton.decode import capacity, num_splits_for
 TILES = {
     64: Tiles(consumers=2, block_n=128, k_stages=6, v_stages=6, immediates=True),
     128: Tiles(consumers=2, block_n=128, k_stages=3, v_stages=3, immediates=True),
-    256: Tiles(consumers=2, block_n=64, k_stages=2, v_stages=2, immediates=True),
+    256: Tiles(consumers=2, block_n=64, k_stages=2, v_stages=2, immediates=True, halves=False),
 }
 """By head_dim rounded up to a power of two. O has no shared memory of its own: more keys are on
 their way."""
@@ -147,7 +153,7 @@ def _launch_parts(
         LAZY=tiles.lazy,
         PERSISTENT=persistent,
         IMMEDIATES=tiles.immediates,
-        HALVES=tiles.halves,
+        HALVES=halves(tiles, problem),
         CONSUMER_REGISTERS=tiles.registers[0],
         PRODUCER_REGISTERS=tiles.registers[1],
         num_warps=4,

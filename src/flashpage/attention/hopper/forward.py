@@ -15,8 +15,7 @@ from flashpage.attention.problem import Problem
 from flashpage.attention.triton import runtime
 from flashpage.attention.triton.arguments import as_batch, cdiv, next_power_of_2, raw_scores, window
 
-L2_BYTES = 32 * 2**20
-"""K and V of the heads that run side by side should stay in the second-level cache."""
+MB = 2**20
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,9 @@ class Tiles:
     out_in_q: bool = False
     skip: bool = False
     immediates: bool = False
-    halves: int = 2
-    l2_bytes: int = L2_BYTES
+    halves: bool = True
+    l2_bytes: int = 16 * MB
+    """K and V of the heads that run side by side, so that they stay in the second-level cache"""
     registers: tuple[int, int] = (240, 24)
     """of a thread of a consumer and of the producer"""
     blocks: int = 1
@@ -53,18 +53,24 @@ TILES_64_SHORT = Tiles(
     consumers=1,
     block_n=64,
     k_stages=2,
-    v_stages=2,
+    v_stages=3,
     ping_pong=False,
     immediates=True,
     registers=(136, 24),
     blocks=3,
 )
-TILES_64_LONG = Tiles(
-    consumers=3, block_n=128, k_stages=4, v_stages=4, immediates=True, registers=(160, 32)
+TILES_64 = Tiles(
+    consumers=3,
+    block_n=128,
+    k_stages=4,
+    v_stages=4,
+    skip=True,
+    immediates=True,
+    l2_bytes=32 * MB,
+    registers=(160, 32),
 )
-TILES_64 = replace(TILES_64_LONG, skip=True)
 TILES_128 = Tiles(consumers=2, block_n=128, k_stages=2, v_stages=3, immediates=True)
-TILES_256 = Tiles(consumers=2, block_n=64, k_stages=2, v_stages=2, out_in_q=True)
+TILES_256 = Tiles(consumers=2, block_n=64, k_stages=2, v_stages=3, out_in_q=True, halves=False)
 TILES_256_MASKED = replace(TILES_256, skip=True, immediates=True)
 
 
@@ -73,8 +79,8 @@ def forward_tiles(block_d: int, masked: bool, keys: int, paged: bool) -> Tiles:
     window hides keys, how many keys a row may see, and whether they lie in pages.
 
     What each gave: docs/kernel_notes.md. Three small thread blocks a multiprocessor hide how each
-    tile begins and ends; tiles of 192 rows read keys less often. To pass by blocks costs a little
-    in each, and saves most where tiles are few blocks long.
+    tile begins and ends; tiles of 192 rows read keys less often. A stage of V is free a softmax
+    later than one of K, so V has one more where shared memory allows.
     """
     if block_d == 128:
         return TILES_128
@@ -82,7 +88,7 @@ def forward_tiles(block_d: int, masked: bool, keys: int, paged: bool) -> Tiles:
         return TILES_256_MASKED if masked else TILES_256
     if masked and keys <= 1024 and not paged:
         return TILES_64_SHORT
-    return TILES_64 if keys < 8192 else TILES_64_LONG
+    return TILES_64
 
 
 def addressable(x: AttentionInputs) -> bool:
@@ -125,6 +131,11 @@ def tiles_for(problem: Problem, max_seqlen_k: int, page: int) -> Tiles:
     return registers_for_pages(
         forward_tiles(block_d, left >= 0 or right >= 0, keys, page > 0), page
     )
+
+
+def halves(tiles: Tiles, problem: Problem) -> bool:
+    """Softcap needs the registers that halves of the rows would."""
+    return tiles.halves and raw_scores(problem)
 
 
 def registers_for_pages(tiles: Tiles, page: int) -> Tiles:
@@ -210,7 +221,7 @@ def launch(
         OUT_IN_Q=tiles.out_in_q,
         SKIP=tiles.skip,
         IMMEDIATES=tiles.immediates,
-        HALVES=tiles.halves,
+        HALVES=halves(tiles, problem),
         CONSUMER_REGISTERS=tiles.registers[0],
         PRODUCER_REGISTERS=tiles.registers[1],
         num_warps=4,

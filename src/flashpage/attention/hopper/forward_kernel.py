@@ -21,7 +21,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashpage.attention.hopper.forward_producer import RAGGED_ROWS, producer
-from flashpage.attention.hopper.forward_softmax import LOG2E, exponentials, maxima, scores
+from flashpage.attention.hopper.forward_softmax import (
+    LOG2E,
+    exponentials,
+    first_softmax,
+    maxima,
+    scores,
+)
 from flashpage.attention.hopper.forward_work import key_range, tile_blocks
 from flashpage.attention.hopper.instructions import (
     barrier_arrive,
@@ -59,7 +65,7 @@ def told(tile_s, index: gl.constexpr):
 @gluon.jit
 def _step(
     q, k_s, v_s, k_full, k_empty, v_full, v_empty, blocks_done, p, acc, m, total,
-    row, block, len_q, len_k, softmax_scale, softcap, window_left, window_right,
+    row, block, len_q, len_k, scale, softmax_scale, softcap, window_left, window_right,
     WARPGROUP: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
     K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, S_LAYOUT: gl.constexpr,
     O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, PACK: gl.constexpr, MASK: gl.constexpr,
@@ -68,15 +74,12 @@ def _step(
 ):  # fmt: skip
     """O += P V of the last block, S = Q K^T of `block` and its softmax.
 
-    HALVES: the softmax of rows 0-7 of every 16 comes before that of rows 8-15. Written so, the
-    second maxima (32 instructions at d 128, and the exchange of two shuffles) run under the first
-    exponentials, which wait for the one unit that computes them, and P V is waited for between
-    the two, so that P of the first half is rounded under the exponentials of the second. Without,
-    ptxas computes all maxima, then all exponentials, then rounds all.
+    HALVES: the softmax of rows 0-7 of every 16 comes before that of rows 8-15. The second maxima,
+    with their shuffles, then run beside the first exponentials, which queue for the one unit that
+    computes them, and P V is waited for between the two, so that the first half of P is rounded
+    beside the exponentials of the second. Of the rows together ptxas makes all maxima, then all
+    exponentials, then rounds all. It pays where the softmax is long against the products.
     """
-    scale = 1.0
-    if RAW:
-        scale = softmax_scale * LOG2E
     v_stage = blocks_done % V_STAGES
     v_phase = (blocks_done // V_STAGES) & 1
     blocks_done += 1
@@ -99,7 +102,7 @@ def _step(
         s, row, block, len_q, len_k, softmax_scale, softcap, window_left, window_right,
         BLOCK_N, S_LAYOUT, PACK, MASK, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, IMMEDIATES,
     )  # fmt: skip
-    if HALVES == 2 or (HALVES == 1 and not MASK):
+    if HALVES:
         s_first, s_second = split_rows(s)
         m_first, m_second = split_vector(m, s_first)
         new_first = hold_rows_here(maxima(s_first, m_first, scale, LAZY))
@@ -171,6 +174,9 @@ def walk(
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    scale = 1.0
+    if RAW:
+        scale = softmax_scale * LOG2E
     mbarrier.wait(q_full.index(WARPGROUP), tiles_done & 1)
     stage = blocks_done % K_STAGES
     mbarrier.wait(k_full.index(stage), (blocks_done // K_STAGES) & 1)
@@ -188,23 +194,7 @@ def walk(
         s, row, hi - 1, len_q, len_k, softmax_scale, softcap, window_left, window_right,
         BLOCK_N, S_LAYOUT, PACK, True, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, IMMEDIATES,
     )  # fmt: skip
-    scale = 1.0
-    if RAW:
-        scale = softmax_scale * LOG2E
-    unseen = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
-    m = unseen
-    if HALVES == 2:
-        s_first, s_second = split_rows(s)
-        m_first, m_second = split_vector(unseen, s_first)
-        new_first = hold_rows_here(maxima(s_first, m_first, scale, False))
-        p_first, _ = exponentials(s_first, m_first, new_first, scale, True)
-        new_second = maxima(s_second, m_second, scale, False)
-        p_second, _ = exponentials(s_second, m_second, new_second, scale, True)
-        m = join_vector(new_first, new_second, unseen)
-        new_p = join_rows(p_first, p_second, s)
-    else:
-        m = maxima(s, unseen, scale, False)
-        new_p, _ = exponentials(s, unseen, m, scale, True)
+    new_p, m = first_softmax(s, scale, S_LAYOUT, HALVES)
     total = partial_sums(new_p)
     p = pack_pairs(new_p, v_s.dtype)
     acc = gl.zeros([64, BLOCK_D], gl.float32, O_LAYOUT)
@@ -216,17 +206,17 @@ def walk(
         for block in range(hi - 2, full_hi - 1, -1):
             blocks_done, p, acc, m, total = _step(
                 q, k_s, v_s, k_full, k_empty, v_full, v_empty, blocks_done, p, acc, m, total,
-                row, block, len_q, len_k, softmax_scale, softcap, window_left, window_right,
-                WARPGROUP, CONSUMERS, BLOCK_N, BLOCK_D, K_STAGES, V_STAGES, S_LAYOUT, O_LAYOUT,
-                P_LAYOUT, PACK, True, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PING_PONG, LAZY,
-                IMMEDIATES, HALVES,
+                row, block, len_q, len_k, scale, softmax_scale, softcap, window_left,
+                window_right, WARPGROUP, CONSUMERS, BLOCK_N, BLOCK_D, K_STAGES, V_STAGES, S_LAYOUT,
+                O_LAYOUT, P_LAYOUT, PACK, True, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PING_PONG,
+                LAZY, IMMEDIATES, HALVES,
             )  # fmt: skip
     else:
         full_hi = hi - 1
     for block in range(full_hi - 1, full_lo - 1, -1):
         blocks_done, p, acc, m, total = _step(
             q, k_s, v_s, k_full, k_empty, v_full, v_empty, blocks_done, p, acc, m, total,
-            row, block, len_q, len_k, softmax_scale, softcap, window_left, window_right,
+            row, block, len_q, len_k, scale, softmax_scale, softcap, window_left, window_right,
             WARPGROUP, CONSUMERS, BLOCK_N, BLOCK_D, K_STAGES, V_STAGES, S_LAYOUT, O_LAYOUT,
             P_LAYOUT, PACK, False, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PING_PONG, LAZY,
             IMMEDIATES, HALVES,
@@ -235,10 +225,10 @@ def walk(
         for block in range(full_lo - 1, lo - 1, -1):
             blocks_done, p, acc, m, total = _step(
                 q, k_s, v_s, k_full, k_empty, v_full, v_empty, blocks_done, p, acc, m, total,
-                row, block, len_q, len_k, softmax_scale, softcap, window_left, window_right,
-                WARPGROUP, CONSUMERS, BLOCK_N, BLOCK_D, K_STAGES, V_STAGES, S_LAYOUT, O_LAYOUT,
-                P_LAYOUT, PACK, True, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PING_PONG, LAZY,
-                IMMEDIATES, HALVES,
+                row, block, len_q, len_k, scale, softmax_scale, softcap, window_left,
+                window_right, WARPGROUP, CONSUMERS, BLOCK_N, BLOCK_D, K_STAGES, V_STAGES, S_LAYOUT,
+                O_LAYOUT, P_LAYOUT, PACK, True, RAW, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PING_PONG,
+                LAZY, IMMEDIATES, HALVES,
             )  # fmt: skip
 
     if not OUT_IN_Q:
@@ -252,10 +242,7 @@ def walk(
     nothing_seen = row_sum == 0.0
     row_sum = gl.where(nothing_seen, 1.0, row_sum)
     top = gl.convert_layout(m, gl.SliceLayout(1, O_LAYOUT))
-    top2 = top
-    if RAW:
-        top2 = top * (softmax_scale * LOG2E)
-    lse = gl.where(nothing_seen, float("inf"), (top2 + gl.log2(row_sum)) * LN2)
+    lse = gl.where(nothing_seen, float("inf"), (top * scale + gl.log2(row_sum)) * LN2)
     acc, left = warpgroup_mma_wait(0, deps=[acc, left])
     release(v_empty.index(stage))
     return blocks_done, acc, row_sum, top, lse

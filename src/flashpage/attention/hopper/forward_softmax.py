@@ -9,7 +9,14 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashpage.attention.hopper.instructions import keep_where
+from flashpage.attention.hopper.instructions import (
+    hold_rows_here,
+    join_rows,
+    join_vector,
+    keep_where,
+    split_rows,
+    split_vector,
+)
 
 LOG2E = gl.constexpr(1.4426950408889634)
 
@@ -82,3 +89,22 @@ def exponentials(s, m, new_m, scale, MASK: gl.constexpr):
     if MASK:  # rows that have seen no key yet
         shift = gl.where(new_m == float("-inf"), 0.0, new_m)
     return gl.exp2(s * scale - (shift * scale)[:, None]), gl.exp2((m - shift) * scale)
+
+
+@gluon.jit
+def first_softmax(s, scale, S_LAYOUT: gl.constexpr, HALVES: gl.constexpr):
+    """`(p, m)` of the first block that rows walk, masked. HALVES: as in `forward_kernel`."""
+    unseen = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
+    if HALVES:
+        first, second = split_rows(s)
+        unseen_first, unseen_second = split_vector(unseen, first)
+        m_first = hold_rows_here(maxima(first, unseen_first, scale, False))
+        p_first, _ = exponentials(first, unseen_first, m_first, scale, True)
+        m_second = maxima(second, unseen_second, scale, False)
+        p_second, _ = exponentials(second, unseen_second, m_second, scale, True)
+        m = join_vector(m_first, m_second, unseen)
+        p = join_rows(p_first, p_second, s)
+    else:
+        m = maxima(s, unseen, scale, False)
+        p, _ = exponentials(s, unseen, m, scale, True)
+    return p, m
