@@ -134,7 +134,7 @@ def tiles_for(problem: Problem, max_seqlen_k: int, page: int) -> Tiles:
 
 
 def halves(tiles: Tiles, problem: Problem) -> bool:
-    """Softcap needs the registers that halves of the rows would."""
+    """Whether the softmax goes by halves of the rows: with softcap registers would be spilled."""
     return tiles.halves and raw_scores(problem)
 
 
