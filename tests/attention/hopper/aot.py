@@ -84,8 +84,10 @@ def every() -> Iterator[Case]:
         for mask, options in masks.items():
             for layout, page in (("dense", 0), ("varlen", 0), ("paged", 16), ("paged", 256)):
                 name = f"{layout} {page or ''} {mask} d {d}"
-                for seqlen in (512, 4096, 16384) if d == 64 else (4096,):
-                    yield Case(f"{name} {seqlen}", layout, d, BF16, page, options, seqlen, 32)
+                # Small pages with softcap: once a tile, outside the loops over keys.
+                spills = 56 if d == 64 and page == 16 and mask == "softcap" else 32
+                for seqlen in (512, 4096) if d == 64 else (4096,):
+                    yield Case(f"{name} {seqlen}", layout, d, BF16, page, options, seqlen, spills)
                 for splits in (1, 2) if layout != "varlen" else ():
                     decoded = f"decode {name} {splits}"
                     yield Case(
