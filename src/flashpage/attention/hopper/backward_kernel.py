@@ -6,10 +6,11 @@ One warp fetches tiles of Q and dO, two warpgroups compute, 64 keys each:
     S^T = K Q^T, dP^T = V dO^T, P^T = exp2(S^T - LSE), dS^T = P^T (dP^T - delta),
     dV += P^T dO, dK += dS^T Q, dQ = dS K,
 
-with P^T and dS^T on the left from registers, and dS through shared memory. A third warp has the
-tensor memory accelerator add dQ to float32 sums in global memory: in whatever order blocks of keys
-come, so that dQ is not bitwise repeatable (dK and dV are), or ORDERED. `backward_rows` prepares
-LSE, delta and the sums before, and rounds dQ after. RAGGED descriptors: see `forward_producer`.
+with P^T and dS^T on the left from registers, and dS through shared memory. One or two more warps
+have the tensor memory accelerator add dQ to float32 sums in global memory: in whatever order blocks
+of keys come, so that dQ is not bitwise repeatable (dK and dV are), or ORDERED. `backward_rows`
+prepares LSE, delta and the sums before, and rounds dQ after. RAGGED descriptors: see
+`forward_producer`.
 """
 
 from __future__ import annotations
@@ -139,6 +140,13 @@ def _lane(sequence, head, first_tile, num_q_heads, num_tiles_m, VARLEN: gl.const
     return lane * num_tiles_m + first_tile
 
 
+@gluon.jit
+def _buffer(use, COUNT: gl.constexpr):
+    """Which of COUNT buffers, a power of two, this use of them takes, and the phase of its
+    barriers. By bits: signed divisions take more instructions."""
+    return use & (COUNT - 1), (use & COUNT) // COUNT
+
+
 # ---------------------------------------------------------------------------------------------
 # The warps that fetch and add
 # ---------------------------------------------------------------------------------------------
@@ -149,11 +157,11 @@ def _producer(
     q_desc, k_desc, v_desc, dout_desc, stats_desc,
     col_lo, sequence, kv_head, first_q, len_q, first_k, len_k, first_tile, lo, hi,
     num_q_heads, group_size, num_tiles_m, num_tiles, q_s, k_s, v_s, do_s, lse_s, delta_s,
-    k_full, v_full, q_full, q_empty, do_full, do_empty,
+    k_full, v_full, q_full, do_full, rows_empty,
     BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, VARLEN: gl.constexpr,
     ORDERED: gl.constexpr,
 ):  # fmt: skip
-    """Keep Q, dO, LSE and delta coming. One warp."""
+    """Keep Q, dO, LSE and delta coming: they come apart, and are freed together. One warp."""
     TILE_BYTES: gl.constexpr = BLOCK_M * BLOCK_D * 2 + BLOCK_M * 4
     mbarrier.expect(k_full, BLOCK_N * BLOCK_D * 2)
     fetch(k_desc, sequence, first_k, len_k, col_lo, kv_head, k_full, k_s, VARLEN)
@@ -163,9 +171,8 @@ def _producer(
         tile = _lane(sequence, head, first_tile, num_q_heads, num_tiles_m, VARLEN)
         for i in range(lo, hi):
             m = _row_tile(i, lo, hi, ORDERED)
-            stage = done % STAGES
-            phase = (done // STAGES) & 1
-            mbarrier.wait(q_empty.index(stage), phase ^ 1)
+            stage, phase = _buffer(done, STAGES)
+            mbarrier.wait(rows_empty.index(stage), phase ^ 1)
             mbarrier.expect(q_full.index(stage), TILE_BYTES)
             fetch(
                 q_desc, sequence, first_q, len_q, m * BLOCK_M, head, q_full.index(stage),
@@ -177,7 +184,6 @@ def _producer(
             if done == 0:
                 mbarrier.expect(v_full, BLOCK_N * BLOCK_D * 2)
                 fetch(v_desc, sequence, first_k, len_k, col_lo, kv_head, v_full, v_s, VARLEN)
-            mbarrier.wait(do_empty.index(stage), phase ^ 1)
             mbarrier.expect(do_full.index(stage), TILE_BYTES)
             fetch(
                 dout_desc, sequence, first_q, len_q, m * BLOCK_M, head, do_full.index(stage),
@@ -203,38 +209,46 @@ def _adder(
     dq_desc, turns_ptr, sequence, kv_head, first_tile, col_lo, len_q, len_k, lo, hi, window_left,
     num_q_heads, group_size, num_tiles_m, dq_s, dq_full, dq_empty,
     BLOCK_M: gl.constexpr, VARLEN: gl.constexpr, HAS_LEFT: gl.constexpr, ORDERED: gl.constexpr,
+    ADDERS: gl.constexpr, NUMBER: gl.constexpr,
 ):  # fmt: skip
-    """Have each finished tile of dQ added to the sums in global memory. One warp.
+    """Have finished tiles of dQ added to the sums in global memory: every ADDERS-th, from NUMBER
+    on, which come in buffer NUMBER. One warp; idle where there are fewer.
 
     ORDERED: in the order of the blocks of keys, told by a counter of each tile; the first one
     writes. Blocks before this one have been started before it, so that none waits for one that can
-    not run.
+    not run. From asking for a turn to passing it on takes longer than a step (about 4,950 cycles to
+    4,900 at head_dim 64 and 3,900 at 128), hence two of these warps.
+
+    Sums are read, added to and written by the accelerator, asynchronously and in another proxy than
+    the counter's. `copies_done` waits until that is written, not just until dQ was read from shared
+    memory; then comes `next_turn`, a release, and for whom it lets in `wait_for_turn`, an acquire,
+    and a fence between what it read and its own copies.
     """
-    done = 0
-    for member in range(group_size):
-        head = kv_head * group_size + member
-        tile = _lane(sequence, head, first_tile, num_q_heads, num_tiles_m, VARLEN)
-        for i in range(lo, hi):
-            m = _row_tile(i, lo, hi, ORDERED)
+    if NUMBER < ADDERS:
+        count = hi - lo
+        for step in range(NUMBER, count * group_size, ADDERS):
+            head = kv_head * group_size + step // count
+            m = _row_tile(lo + step % count, lo, hi, ORDERED)
+            tile = m + _lane(sequence, head, first_tile, num_q_heads, num_tiles_m, VARLEN)
             turn = 0
-            if ORDERED:  # asked before the tile is there, which mostly comes later
+            if ORDERED:  # asked before dQ is there, which mostly comes later
                 before = _first_block(m, len_q, len_k, window_left, BLOCK_M, HAS_LEFT)
                 turn = col_lo // BLOCK_N - before
-                wait_for_turn(turns_ptr + (tile + m), turn)
-            mbarrier.wait(dq_full, done & 1)
+                wait_for_turn(turns_ptr + tile, turn)
+            _, phase = _buffer(step, ADDERS)
+            mbarrier.wait(dq_full.index(NUMBER), phase)
             if ORDERED:
                 if turn == 0:
-                    tma.async_copy_shared_to_global(dq_desc, [tile + m, 0, 0], dq_s)
+                    tma.async_copy_shared_to_global(dq_desc, [tile, 0, 0], dq_s.index(NUMBER))
                 else:
-                    tma_add(dq_desc, [tile + m, 0, 0], dq_s)
+                    tma_add(dq_desc, [tile, 0, 0], dq_s.index(NUMBER))
             else:
-                tma_add(dq_desc, [tile + m, 0, 0], dq_s)
+                tma_add(dq_desc, [tile, 0, 0], dq_s.index(NUMBER))
             tma.store_wait(0)
-            mbarrier.arrive(dq_empty, count=1)
+            mbarrier.arrive(dq_empty.index(NUMBER), count=1)
             if ORDERED:
                 copies_done()
-                next_turn(turns_ptr + (tile + m))
-            done += 1
+                next_turn(turns_ptr + tile)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -278,17 +292,16 @@ def _hide(
 @gluon.jit
 def _step(
     done, row, dk, dv, k, v, q_s, do_s, lse_s, delta_s, ds_s, dq_s,
-    q_full, q_empty, do_full, do_empty, dq_full, dq_empty,
+    q_full, do_full, rows_empty, dq_full, dq_empty,
     col_lo, len_q, len_k, softmax_scale, softcap, window_left, window_right,
     BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr,
     Q_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, MASK: gl.constexpr, HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr, ADDERS: gl.constexpr,
 ):  # fmt: skip
     """One tile of rows."""
-    # With 128 rows P and LSE take twice the registers, so that less can be under way at a time.
-    WIDE: gl.constexpr = BLOCK_M == 128
-    stage = done % STAGES
-    phase = (done // STAGES) & 1
+    # With 128 rows LSE takes twice the registers, so that it is not there while S^T is computed.
+    EARLY_LSE: gl.constexpr = BLOCK_M == 64
+    stage, phase = _buffer(done, STAGES)
     q = q_s.index(stage).reshape([BLOCK_M, BLOCK_D])
     do = do_s.index(stage).reshape([BLOCK_M, BLOCK_D])
     zeros = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, S_LAYOUT)
@@ -296,10 +309,10 @@ def _step(
     s = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
     mbarrier.wait(do_full.index(stage), phase)
     dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    if not WIDE:
+    if EARLY_LSE:
         lse = lse_s.index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, S_LAYOUT))
     s = warpgroup_mma_wait(1, deps=[s])
-    if WIDE:
+    if not EARLY_LSE:
         lse = lse_s.index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, S_LAYOUT))
     if HAS_SOFTCAP:
         t = tanh(s * (softmax_scale / softcap))
@@ -314,31 +327,29 @@ def _step(
     low_p = gl.convert_layout(p.to(k.dtype), P_LAYOUT)
     if HAS_SOFTCAP:
         p = p * (1.0 - t * t)
-    dv = warpgroup_mma(low_p, do, dv, is_async=True)
-    if WIDE:
-        dp, dv, low_p = warpgroup_mma_wait(0, deps=[dp, dv, low_p])
-    else:
-        dp = warpgroup_mma_wait(1, deps=[dp])
+    dp = warpgroup_mma_wait(0, deps=[dp])
     delta = delta_s.index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, S_LAYOUT))
     ds = (p * (dp - delta[None, :])).to(k.dtype)
     low_ds = gl.convert_layout(ds, P_LAYOUT)
     ds_s.store(ds)
+    # P was there long before, but dQ's product waits for all warps to have stored dS: dV's fills
+    # that gap, and leaves the tensor cores to the other warpgroup's S^T and dP^T until then. 1.14
+    # and 1.07 of issuing it with P at head_dim 64, full and causal; 1.01 at 128.
+    dv = warpgroup_mma(low_p, do, dv, is_async=True)
     fence_async_shared()
     no_dq = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, Q_LAYOUT)
     dq = warpgroup_mma(ds_s.permute((1, 0)), k, no_dq, use_acc=False, is_async=True)
+    dv, low_p = warpgroup_mma_wait(1, deps=[dv, low_p])
     dk = warpgroup_mma(low_ds, q, dk, is_async=True)
-    if WIDE:
-        dq = warpgroup_mma_wait(1, deps=[dq])
-    else:
-        dq, dv, low_p = warpgroup_mma_wait(1, deps=[dq, dv, low_p])
-    release(do_empty.index(stage))
-    mbarrier.wait(dq_empty, (done & 1) ^ 1)
+    dq = warpgroup_mma_wait(1, deps=[dq])
+    buffer, dq_phase = _buffer(done, ADDERS)
+    mbarrier.wait(dq_empty.index(buffer), dq_phase ^ 1)
     sums = _in_register_order(dq, BLOCK_M, BLOCK_D)
-    dq_s.reshape([BLOCK_M * BLOCK_D // 128, 128]).store(sums)
+    dq_s.index(buffer).reshape([BLOCK_M * BLOCK_D // 128, 128]).store(sums)
     fence_async_shared()
-    release(dq_full)
+    release(dq_full.index(buffer))
     dk, low_ds = warpgroup_mma_wait(0, deps=[dk, low_ds])
-    release(q_empty.index(stage))
+    release(rows_empty.index(stage))
     return done + 1, dk, dv
 
 
@@ -362,10 +373,10 @@ def _consumer(
     dk_desc, dv_desc, col_lo, sequence, kv_head, len_q, first_k, len_k, lo, full, hi, group_size,
     softmax_scale, softcap, window_left, window_right,
     q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, dq_s,
-    k_full, v_full, q_full, q_empty, do_full, do_empty, dq_full, dq_empty,
+    k_full, v_full, q_full, do_full, rows_empty, dq_full, dq_empty,
     BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, VARLEN: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
-    ORDERED: gl.constexpr,
+    ORDERED: gl.constexpr, ADDERS: gl.constexpr,
 ):  # fmt: skip
     """All products. Two warpgroups, of 64 keys each; dQ of 64 rows they share by columns."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BLOCK_M, 16])
@@ -389,30 +400,30 @@ def _consumer(
             for m in range(lo, full):
                 done, dk, dv = _step(
                     done, m * BLOCK_M, dk, dv, k, v, q_s, do_s, lse_s, delta_s, ds_s, dq_s,
-                    q_full, q_empty, do_full, do_empty, dq_full, dq_empty,
+                    q_full, do_full, rows_empty, dq_full, dq_empty,
                     col_lo, len_q, len_k, softmax_scale, softcap, window_left, window_right,
                     BLOCK_M, BLOCK_D, STAGES, S_LAYOUT, Q_LAYOUT, P_LAYOUT, True, HAS_LEFT,
-                    HAS_RIGHT, HAS_SOFTCAP,
+                    HAS_RIGHT, HAS_SOFTCAP, ADDERS,
                 )  # fmt: skip
         if not HAS_LEFT:
             for i in range(full, hi):
                 m = _row_tile(i, full, hi, ORDERED)
                 done, dk, dv = _step(
                     done, m * BLOCK_M, dk, dv, k, v, q_s, do_s, lse_s, delta_s, ds_s, dq_s,
-                    q_full, q_empty, do_full, do_empty, dq_full, dq_empty,
+                    q_full, do_full, rows_empty, dq_full, dq_empty,
                     col_lo, len_q, len_k, softmax_scale, softcap, window_left, window_right,
                     BLOCK_M, BLOCK_D, STAGES, S_LAYOUT, Q_LAYOUT, P_LAYOUT, False, HAS_LEFT,
-                    HAS_RIGHT, HAS_SOFTCAP,
+                    HAS_RIGHT, HAS_SOFTCAP, ADDERS,
                 )  # fmt: skip
         if ORDERED:
             for i in range(lo, full):
                 m = _row_tile(i, lo, full, ORDERED)
                 done, dk, dv = _step(
                     done, m * BLOCK_M, dk, dv, k, v, q_s, do_s, lse_s, delta_s, ds_s, dq_s,
-                    q_full, q_empty, do_full, do_empty, dq_full, dq_empty,
+                    q_full, do_full, rows_empty, dq_full, dq_empty,
                     col_lo, len_q, len_k, softmax_scale, softcap, window_left, window_right,
                     BLOCK_M, BLOCK_D, STAGES, S_LAYOUT, Q_LAYOUT, P_LAYOUT, True, HAS_LEFT,
-                    HAS_RIGHT, HAS_SOFTCAP,
+                    HAS_RIGHT, HAS_SOFTCAP, ADDERS,
                 )  # fmt: skip
     _send(dv_desc, v_s, dv, sequence, first_k, len_k, col_lo, kv_head, BLOCK_D, VARLEN)
     _send(
@@ -457,15 +468,16 @@ def backward_kernel(
     batch, num_q_heads, num_kv_heads, group_size, num_tiles_m, num_tiles_n, num_heads, group_heads,
     num_tiles, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
     VARLEN: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr, ORDERED: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr, ORDERED: gl.constexpr, ADDERS: gl.constexpr,
 ):  # fmt: skip
     """Grid: one program a block of keys and kv head.
 
     stats_desc (float32, LSE of all tiles, then delta) and dq_desc (float32 sums) come in num_tiles
     tiles of BLOCK_M rows: num_tiles_m of each sequence and head, or VARLEN: of each head for all
     sequences, `cu_q[i] // BLOCK_M + i` being the first of sequence i. ORDERED: dQ is summed in the
-    order of the keys; turns_ptr is then int32, 0, one of each such tile and one more. All but
-    lengths and turns goes through descriptors: a box beyond its tensor is cut off.
+    order of the keys; turns_ptr is then int32, 0, one of each such tile and one more. ADDERS: 1 or
+    2 warps that add dQ, each with a buffer of its own. All but lengths and turns goes through
+    descriptors: a box beyond its tensor is cut off.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     KEYS: gl.constexpr = _shape(None, BLOCK_N, BLOCK_D, VARLEN)
@@ -478,25 +490,25 @@ def backward_kernel(
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], stats_desc.layout)
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], DTYPE)
     ds_s = gl.allocate_shared_memory(DTYPE, [BLOCK_N, BLOCK_M], DS_LAYOUT)
-    dq_s = gl.allocate_shared_memory(gl.float32, [1, BLOCK_M * BLOCK_D // 128, 128], dq_desc.layout)
+    DQ: gl.constexpr = [ADDERS, 1, BLOCK_M * BLOCK_D // 128, 128]
+    dq_s = gl.allocate_shared_memory(gl.float32, DQ, dq_desc.layout)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    do_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    rows_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     k_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    dq_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    dq_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    dq_full = gl.allocate_shared_memory(gl.int64, [ADDERS, 1], BARRIER)
+    dq_empty = gl.allocate_shared_memory(gl.int64, [ADDERS, 1], BARRIER)
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(do_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=256)
-        mbarrier.init(do_empty.index(i), count=256)
+        mbarrier.init(rows_empty.index(i), count=256)
     mbarrier.init(k_full, count=1)
     mbarrier.init(v_full, count=1)
-    mbarrier.init(dq_full, count=256)
-    mbarrier.init(dq_empty, count=1)
+    for i in gl.static_range(ADDERS):
+        mbarrier.init(dq_full.index(i), count=256)
+        mbarrier.init(dq_empty.index(i), count=1)
     fence_async_shared()
     number = gl.program_id(0)
     if ORDERED:  # as started, which programs need not be in the order of their numbers
@@ -514,23 +526,28 @@ def backward_kernel(
             (_consumer, (
                 dk_desc, dv_desc, col_lo, sequence, kv_head, len_q, first_k, len_k, lo, full,
                 hi, group_size, softmax_scale, softcap, window_left, window_right, q_s, k_s,
-                v_s, do_s, lse_s, delta_s, ds_s, dq_s, k_full, v_full, q_full, q_empty,
-                do_full, do_empty, dq_full, dq_empty, BLOCK_M, BLOCK_D, STAGES, VARLEN,
-                HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, ORDERED,
+                v_s, do_s, lse_s, delta_s, ds_s, dq_s, k_full, v_full, q_full, do_full,
+                rows_empty, dq_full, dq_empty, BLOCK_M, BLOCK_D, STAGES, VARLEN, HAS_LEFT,
+                HAS_RIGHT, HAS_SOFTCAP, ORDERED, ADDERS,
             )),
             (_producer, (
                 q_desc, k_desc, v_desc, dout_desc, stats_desc, col_lo, sequence,
                 kv_head, first_q, len_q, first_k, len_k, first_tile, lo, hi, num_q_heads,
                 group_size, num_tiles_m, num_tiles, q_s, k_s, v_s, do_s, lse_s, delta_s,
-                k_full, v_full, q_full, q_empty, do_full, do_empty, BLOCK_M, BLOCK_D, STAGES,
+                k_full, v_full, q_full, do_full, rows_empty, BLOCK_M, BLOCK_D, STAGES,
                 VARLEN, ORDERED,
             )),
             (_adder, (
                 dq_desc, turns_ptr, sequence, kv_head, first_tile, col_lo, len_q, len_k, lo, hi,
                 window_left, num_q_heads, group_size, num_tiles_m, dq_s, dq_full, dq_empty,
-                BLOCK_M, VARLEN, HAS_LEFT, ORDERED,
+                BLOCK_M, VARLEN, HAS_LEFT, ORDERED, ADDERS, 0,
+            )),
+            (_adder, (
+                dq_desc, turns_ptr, sequence, kv_head, first_tile, col_lo, len_q, len_k, lo, hi,
+                window_left, num_q_heads, group_size, num_tiles_m, dq_s, dq_full, dq_empty,
+                BLOCK_M, VARLEN, HAS_LEFT, ORDERED, ADDERS, 1,
             )),
         ],
-        [1, 1],
-        [24, 24],
+        [1, 1, 1],
+        [24, 24, 24],
     )  # fmt: skip

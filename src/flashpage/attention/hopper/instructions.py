@@ -243,9 +243,11 @@ def keep_where(
 @gluon.jit
 def copies_done():
     """Wait until what this warp wrote by the accelerator has reached global memory (`store_wait`
-    waits until it was read from shared memory), before other instructions tell others of it."""
+    waits until it was read from shared memory), before any of its lanes tells others of it. The
+    lane that started the copies waits, the others for that lane."""
     gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; fence.proxy.async; bar.warp.sync 0xffffffff; mov.u32 $0, 0;",
+        "cp.async.bulk.wait_group 0; fence.proxy.async.global; bar.warp.sync 0xffffffff; "
+        "mov.u32 $0, 0;",
         "=r",
         [],
         dtype=gl.int32,
@@ -256,15 +258,34 @@ def copies_done():
 
 @gluon.jit
 def wait_for_turn(ptr, turn):
-    """Until the counter at ptr reaches turn; writes by the accelerator come after."""
-    while gl.atomic_add(ptr, 0, sem="acquire") < turn:
-        pass
+    """Until the counter at ptr, never negative, reaches turn; what this warp has the accelerator
+    read and write in global memory comes after. Read by all lanes, whichever starts the copies: an
+    atomic addition of 0 would have one lane tell the others, and queue with all that ask."""
+    seen = turn * 0
+    while seen < turn:
+        seen = gl.inline_asm_elementwise(
+            "ld.acquire.gpu.global.s32 $0, [$1];",
+            "=r,l",
+            [ptr],
+            dtype=gl.int32,
+            is_pure=False,
+            pack=1,
+        )
     gl.inline_asm_elementwise(
-        "fence.proxy.async; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        "fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
 @gluon.jit
 def next_turn(ptr):
-    """Let the next one come, after all that this warp did."""
-    gl.atomic_add(ptr, 1, sem="release")
+    """Let the next one come, after all that this warp did: one lane adds 1 and waits for nothing.
+    The other lanes' part comes before it by the warp's barrier in `copies_done`."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred first; .reg .u32 lane; mov.u32 lane, %laneid; setp.eq.u32 first, lane, 0; "
+        "@first red.release.gpu.global.add.s32 [$1], 1; mov.u32 $0, 0; }",
+        "=r,l",
+        [ptr],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
