@@ -71,10 +71,10 @@ def representative() -> Iterator[Case]:
     for splits, page in ((1, 256), (2, 16)):
         name = f"decode pages of {page} {splits} causal d 128"
         yield Case(name, "paged", 128, BF16, page, CAUSAL, num_splits=splits)
-    yield Case("backward causal d 128", "dense", 128, options=CAUSAL, spills=32)
-    yield Case("backward varlen d 64", "varlen", 64, FP16, spills=96)
+    yield Case("backward causal d 128", "dense", 128, options=CAUSAL)
+    yield Case("backward varlen d 64", "varlen", 64, FP16)
     yield Case(
-        "backward deterministic d 64", "dense", 64, options={"deterministic": True}, spills=96
+        "backward deterministic d 64", "dense", 64, options={"deterministic": True}, spills=64
     )
 
 

@@ -216,13 +216,14 @@ def _adder(
 
     ORDERED: in the order of the blocks of keys, told by a counter of each tile; the first one
     writes. Blocks before this one have been started before it, so that none waits for one that can
-    not run. From asking for a turn to passing it on takes longer than a step (about 4,950 cycles to
-    4,900 at head_dim 64 and 3,900 at 128), hence two of these warps.
+    not run. From asking for a turn to passing it on takes, as calculated from times, about 4,950
+    cycles, a step at head_dim 128 3,900. Two warps (and turns as in `instructions.py`) brought the
+    time over that of any order from 1.27 to 1.02 there.
 
-    Sums are read, added to and written by the accelerator, asynchronously and in another proxy than
-    the counter's. `copies_done` waits until that is written, not just until dQ was read from shared
-    memory; then comes `next_turn`, a release, and for whom it lets in `wait_for_turn`, an acquire,
-    and a fence between what it read and its own copies.
+    The accelerator reads and writes sums asynchronously, and not in the proxy of the counter.
+    `copies_done` waits until they are written (`store_wait`: until dQ was read from shared memory),
+    so that `next_turn`, a release, comes after them; `wait_for_turn` is an acquire, and a fence of
+    the proxies after it keeps this block's copies behind. The next one adds to what this one wrote.
     """
     if NUMBER < ADDERS:
         count = hi - lo
@@ -301,6 +302,12 @@ def _step(
     """One tile of rows."""
     # With 128 rows LSE takes twice the registers, so that it is not there while S^T is computed.
     EARLY_LSE: gl.constexpr = BLOCK_M == 64
+    # P was there long before, but dQ's product waits for all warps to have stored dS: dV's, issued
+    # just before, fills that gap, and leaves the tensor cores to the other warpgroup's S^T and dP^T
+    # until then (likely, not profiled). 1.14 and 1.07 of issuing it with P at head_dim 64, full and
+    # causal; 1.01 at 128. With a softcap P for dV and P for dS differ, and both beside dP^T
+    # of 128 rows spill.
+    LATE_DV: gl.constexpr = not (HAS_SOFTCAP and BLOCK_M == 128)
     stage, phase = _buffer(done, STAGES)
     q = q_s.index(stage).reshape([BLOCK_M, BLOCK_D])
     do = do_s.index(stage).reshape([BLOCK_M, BLOCK_D])
@@ -327,19 +334,22 @@ def _step(
     low_p = gl.convert_layout(p.to(k.dtype), P_LAYOUT)
     if HAS_SOFTCAP:
         p = p * (1.0 - t * t)
-    dp = warpgroup_mma_wait(0, deps=[dp])
+    if LATE_DV:
+        dp = warpgroup_mma_wait(0, deps=[dp])
+    else:
+        dv = warpgroup_mma(low_p, do, dv, is_async=True)
+        dp, dv, low_p = warpgroup_mma_wait(0, deps=[dp, dv, low_p])
     delta = delta_s.index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, S_LAYOUT))
     ds = (p * (dp - delta[None, :])).to(k.dtype)
     low_ds = gl.convert_layout(ds, P_LAYOUT)
     ds_s.store(ds)
-    # P was there long before, but dQ's product waits for all warps to have stored dS: dV's fills
-    # that gap, and leaves the tensor cores to the other warpgroup's S^T and dP^T until then. 1.14
-    # and 1.07 of issuing it with P at head_dim 64, full and causal; 1.01 at 128.
-    dv = warpgroup_mma(low_p, do, dv, is_async=True)
+    if LATE_DV:
+        dv = warpgroup_mma(low_p, do, dv, is_async=True)
     fence_async_shared()
     no_dq = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, Q_LAYOUT)
     dq = warpgroup_mma(ds_s.permute((1, 0)), k, no_dq, use_acc=False, is_async=True)
-    dv, low_p = warpgroup_mma_wait(1, deps=[dv, low_p])
+    if LATE_DV:
+        dv, low_p = warpgroup_mma_wait(1, deps=[dv, low_p])
     dk = warpgroup_mma(low_ds, q, dk, is_async=True)
     dq = warpgroup_mma_wait(1, deps=[dq])
     buffer, dq_phase = _buffer(done, ADDERS)
