@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from flashpage.engine import runner
+from flashpage.engine.company import Company
 from flashpage.engine.config import EngineConfig
 from flashpage.engine.cuda_graph import FEW_CHUNKS, FEW_TOKENS, LONE_TOKENS, Inputs, Ladder, Shape
-from flashpage.engine.plain_sampling import Company
 from flashpage.engine.request import Request
 from flashpage.engine.sampling_params import SamplingParams
 from flashpage.engine.seeds import mix_seed, mix_seeds

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from flashpage.engine import runner
+from flashpage.engine.company import Company
 from flashpage.engine.cuda_graph import StepGraphs
-from flashpage.engine.plain_sampling import Company
 from flashpage.engine.runner import Runner
 from flashpage.engine.sampling_params import SamplingParams
 from flashpage.engine.token_counts import TokenCounts

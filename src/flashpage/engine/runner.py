@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from flashpage.attention.triton.runtime import can_compile_ahead, compiling_ahead, on_device
 from flashpage.cache.kv_cache import KVCache
+from flashpage.engine.company import Company
 from flashpage.engine.config import EngineConfig
 from flashpage.engine.cuda_graph import Capture, Ladder, Shape, StepGraphs, cuda_capture
-from flashpage.engine.plain_sampling import Company, Penalties, to_device
+from flashpage.engine.plain_sampling import Penalties, to_device
 from flashpage.engine.request import Sequence
 from flashpage.engine.scheduler import Chunk
 from flashpage.engine.seeds import mix_seed, uniform
