@@ -95,8 +95,25 @@ def test_what_has_ended_is_let_go(graphs, overlap):
     while engine.has_unfinished():
         engine.step()
     gc.collect()
-    # A step that was launched before the last token was known may be under way.
-    assert sum(request() is not None for request in kept) <= len(engine._in_flight)
+    assert not any(request() is not None for request in kept)
+
+
+@pytest.mark.parametrize("end", ["stop", "abort"])
+def test_no_step_runs_on_when_nobody_is_left(end):
+    """One is launched before the last token is known to stop, or before an abort."""
+    engine = make_engine(LLAMA, Again(), overlap=True)
+    prompt = [5, 6, 7]
+    greedy = {"max_tokens": 20, "temperature": 0.0, "ignore_eos": True}
+    stop = run(engine, [(prompt, SamplingParams(**greedy))])["0"][3]
+    engine.add_request("b", prompt, SamplingParams(**greedy, stop_token_ids=[stop]))
+    request = weakref.ref(engine._requests["b"])
+    while engine.has_unfinished():
+        engine.step()
+        if end == "abort" and engine._in_flight:
+            assert engine.abort("b").finished
+    assert not engine._in_flight
+    gc.collect()
+    assert request() is None
 
 
 @pytest.mark.parametrize("overlap", [False, True])

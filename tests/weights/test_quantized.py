@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from flashpage.layers.cpu import forms
 from flashpage.layers.cpu.packing import PackedWeight
 from flashpage.models.common import DecoderModel
 from flashpage.models.quantized import QuantizedDecoder
+from flashpage.weights import load
 from flashpage.weights.load import load_model
 
 pytestmark = pytest.mark.skipif(bool(forms.why_no_form()), reason=str(forms.why_no_form()))
@@ -69,6 +71,30 @@ def test_what_can_not_stay_is_said(
     assert isinstance(load_model(tmp_path / "m.gguf").model, DecoderModel)
     assert "the weights of m are dequantised: " in caplog.text
     assert "is F16" in caplog.text
+
+
+@pytest.mark.parametrize("where", ["file", "machine"])
+def test_nothing_packed_is_held_while_weights_are_dequantised(
+    where: str, tmp_path: Path, random_state: Any, write_gguf: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it is known before packing begins, or after."""
+    write_gguf(tmp_path / "m.gguf", "llama", random_state("llama"), "Q4_1")
+    owner, name = {
+        "file": (load.quantized, "why_not_kept"),
+        "machine": (load, "why_not_quantized"),
+    }[where]
+    monkeypatch.setattr(owner, name, lambda *_: "it is not to be")
+    dense, held = load._dense, []
+
+    def counted(*args: Any) -> DecoderModel:
+        gc.collect()
+        held.append(sum(isinstance(x, PackedWeight) for x in gc.get_objects()))
+        return dense(*args)
+
+    monkeypatch.setattr(load, "_dense", counted)
+    before = sum(isinstance(x, PackedWeight) for x in gc.get_objects())
+    assert isinstance(load_model(tmp_path / "m.gguf").model, DecoderModel)
+    assert held == [before]
 
 
 @pytest.mark.parametrize("quantize", ["q8_0", "q4_0", "q4_1"])

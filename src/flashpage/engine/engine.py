@@ -191,6 +191,7 @@ class Engine:
             if not sequence.is_finished:
                 self._finish_early(sequence, "abort")
         self._undelivered = [x for x in self._undelivered if x.request_id != request_id]
+        self._collect(num_running_on=len(self._in_flight))
         return request.report()
 
     @_in_turn
@@ -276,8 +277,12 @@ class Engine:
         launched = False
         if not self._in_flight or (overlap and len(self._in_flight) == 1 and self._may_go_ahead()):
             launched = self._launch()
-        num_running_on = 1 if overlap and launched else 0
-        while len(self._in_flight) > num_running_on:
+        self._collect(num_running_on=1 if overlap and launched else 0)
+
+    def _collect(self, num_running_on: int) -> None:
+        """Wait for all steps but so many; where nobody is left, for what was launched in vain too,
+        which would keep the last requests alive until another comes."""
+        while len(self._in_flight) > (num_running_on if self._requests else 0):
             result = self._runner.wait(self._in_flight[0])
             self._in_flight.popleft()
             self._undelivered += self._postprocess(result)

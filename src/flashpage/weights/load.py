@@ -119,7 +119,7 @@ def load_model(
         and checkpoint.file is not None
     )
     # Weights are packed while the tokenizer and the kernels' compiler are loaded.
-    with _packing(checkpoint) if wanted else nullcontext() as items:
+    with _packing(checkpoint, quantize) if wanted else nullcontext() as items:
         if tokenizer is None:
             tokenizer = checkpoint.load_tokenizer()
         elif not isinstance(tokenizer, Tokenizer):
@@ -131,11 +131,14 @@ def load_model(
     return LoadedModel(checkpoint.name, config, built, tokenizer)
 
 
-def _packing(checkpoint: _Checkpoint) -> AbstractContextManager[Iterator[quantized.Item] | None]:
-    """Begin to pack matrices that come quantised, if there are any."""
-    if checkpoint.file is None:
+def _packing(
+    checkpoint: _Checkpoint, quantize: str
+) -> AbstractContextManager[Iterator[quantized.Item] | None]:
+    """Begin to pack matrices that come quantised, if there are any and the others may come so."""
+    file, config = checkpoint.file, checkpoint.config
+    if file is None or (quantize == "auto" and quantized.why_not_kept(file, config)):
         return nullcontext()
-    return quantized.packing(checkpoint.file, checkpoint.config)
+    return quantized.packing(file, config)
 
 
 def _dense(

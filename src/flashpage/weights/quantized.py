@@ -71,6 +71,8 @@ def packing(file: GGUFFile, config: ModelConfig) -> Iterator[Iterator[Item]]:
             yield items()
         finally:
             pool.shutdown(cancel_futures=True)
+            packed.clear()
+            rooms.clear()  # what nobody took is not kept by who holds the items
 
 
 def _rooms(file: GGUFFile, types: Mapping[str, str]) -> dict[str, PackedWeight]:

@@ -111,3 +111,22 @@ def test_folders_of_old_states_do_not_pile_up(tmp_path):
     last = range(4, numba_cache.KEPT + 4)
     expected = {f"kernels-{i}" for i in last} | {"kernels-new", "other"}
     assert {x.name for x in tmp_path.iterdir()} == expected
+
+
+def test_torch_computes_where_numba_may_not_compile():
+    script = """
+import torch
+from flashpage import flash_attn_with_kvcache
+from flashpage.attention.cpu.numba_runtime import why_unavailable
+assert "NUMBA_DISABLE_JIT" in why_unavailable()
+q, k, v = (torch.randn(1, n, 2, 32) for n in (1, 9, 9))
+out = flash_attn_with_kvcache(q, k, v, cache_seqlens=9)
+scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / 32**0.5
+expected = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v)
+assert (out - expected).abs().max() < 1e-5
+"""
+    environment = os.environ | {
+        "NUMBA_DISABLE_JIT": "1",
+        "PYTHONPATH": str(Path(flashpage.__file__).parents[1]),
+    }
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=120)

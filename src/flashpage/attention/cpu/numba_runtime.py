@@ -36,6 +36,8 @@ def why_unavailable() -> str | None:
         import numba
     except ImportError:
         return "numba is not installed (pip install numba)"
+    if numba.config.DISABLE_JIT:
+        return "numba does not compile (NUMBA_DISABLE_JIT is set)"
     # torch brings an OpenMP runtime; numba starts a parallel loop in 2 us with it, and in 80 us
     # with its own work queue. Only a preference: set before anything of numba runs in parallel.
     numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
