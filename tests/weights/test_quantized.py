@@ -88,11 +88,11 @@ def test_nothing_packed_is_held_while_weights_are_dequantised(
 
     def counted(*args: Any) -> DecoderModel:
         gc.collect()
-        held.append(sum(isinstance(x, PackedWeight) for x in gc.get_objects()))
+        held.append(sum(type(x) is PackedWeight for x in gc.get_objects()))
         return dense(*args)
 
     monkeypatch.setattr(load, "_dense", counted)
-    before = sum(isinstance(x, PackedWeight) for x in gc.get_objects())
+    before = sum(type(x) is PackedWeight for x in gc.get_objects())
     assert isinstance(load_model(tmp_path / "m.gguf").model, DecoderModel)
     assert held == [before]
 
