@@ -122,7 +122,6 @@ def test_choices_that_can_not_be(tiny_config: Any) -> None:
         load_model(tiny_config(), load_format="dummy", quantize="q8_0", dtype="float16")
 
 
-@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_missing_tensors_and_damaged_scales(
     tmp_path: Path, random_state: Any, write_gguf: Any
 ) -> None:

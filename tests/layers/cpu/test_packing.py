@@ -96,3 +96,11 @@ def test_neighbours_in_memory_become_one_without_copying(type_name: str) -> None
     apart = packing.concatenate([parts[0], parts[2]])
     assert apart.blocks.data_ptr() != room.blocks.data_ptr()
     assert torch.equal(apart.dequantize(), whole.dequantize()[[*range(32), *range(48, 64)]])
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_scales_beyond_float16_are_no_warning() -> None:
+    """Who takes the weights refuses them, by name."""
+    raw = raw_rows("Q8_0", 16, 64)
+    raw[3, :2] = np.frombuffer(np.float16(600).tobytes(), np.uint8)
+    assert pack("Q8_0", raw, 64).scale_values().isinf().any()
