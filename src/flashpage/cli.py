@@ -66,16 +66,13 @@ def _options(
     """FlashAttention without the build, and the paged engine on top of it."""
 
 
+DEFAULT_MODEL = "Default: SmolLM2-135M-Instruct, fetched once (93 MB)."
 Model = Annotated[
     str | None,
-    typer.Option(
-        help="Directory, .gguf file, Hugging Face Hub id, or for dummy weights a config.json or "
-        "qwen3-0.6b. "
-        "Default: SmolLM2-135M-Instruct, fetched once (93 MB)."
-    ),
+    typer.Option(help=f"Directory, .gguf file or Hugging Face Hub id. {DEFAULT_MODEL}"),
 ]
 DType = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
-LoadFormat = Annotated[str, typer.Option(help="auto, safetensors, gguf or dummy.")]
+LoadFormat = Annotated[str, typer.Option(help="auto, safetensors or gguf.")]
 Quantize = Annotated[
     str,
     typer.Option(
@@ -262,7 +259,13 @@ def bench(
             "pressure or ablation."
         ),
     ] = "batch",
-    model: Model = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Directory, .gguf file, Hugging Face Hub id, or with --load-format dummy a "
+            f"config.json or qwen3-0.6b. {DEFAULT_MODEL}"
+        ),
+    ] = None,
     batch: Annotated[int, typer.Option(min=1, help="batch: requests at the same time.")] = 8,
     prompt_len: Annotated[int, typer.Option(min=1, help="batch: prompt tokens of each.")] = 256,
     new_tokens: Annotated[int, typer.Option(min=2, help="batch: tokens for each.")] = 64,
@@ -283,7 +286,9 @@ def bench(
     ] = False,
     seed: Seed = 0,
     dtype: DType = "auto",
-    load_format: LoadFormat = "auto",
+    load_format: Annotated[
+        str, typer.Option(help="auto, safetensors, gguf or dummy (random weights).")
+    ] = "auto",
     log_stats: LogStats = None,
     quantize: Quantize = "auto",
     threads: Threads = None,

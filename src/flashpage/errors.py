@@ -58,5 +58,6 @@ def require(module: str, extra: str) -> ModuleType:
         if error.name is None or module.split(".")[0] != error.name.split(".")[0]:
             raise  # the module is there, something that it needs is not
         raise MissingDependencyError(
-            f"{module} is not installed: pip install 'flashpage[{extra}]'"
+            f"{module} is not installed: pip install {module.split('.')[0]}, or flashpage with its "
+            f"extra {extra!r}, which brings it"
         ) from error

@@ -252,3 +252,8 @@ def test_what_can_be_no_path() -> None:
         load_model("x" * 5000)
     with pytest.raises((CheckpointError, DownloadError)):  # Pythons differ on when they say so
         load_model("a\0b")
+
+
+def test_the_name_of_a_config_is_not_asked_of_the_hub() -> None:
+    with pytest.raises(ArgumentError, match=r"'qwen3-0\.6b' has no weights: .*load_format='dummy'"):
+        load_model("qwen3-0.6b")

@@ -208,6 +208,10 @@ def _open(model: ModelSource, load_format: str) -> _Checkpoint:
     if not path.is_dir():
         if path.is_absolute() or path.suffix == ".gguf" or len(path.parts) > 2:
             raise CheckpointError(f"{path} is neither a file nor a directory")
+        if str(model) in CONFIGS:
+            raise ArgumentError(
+                f"model {str(model)!r} has no weights: pass load_format='dummy' with it"
+            )
         path = fetch_from_hub(str(model))
     return _open_directory(path, Path(model).name, load_format)
 
