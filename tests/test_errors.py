@@ -24,6 +24,7 @@ def test_every_error_is_of_the_family_and_a_built_in():
 def test_require():
     assert require("json", "engine").dumps([1]) == "[1]"
     with pytest.raises(
-        MissingDependencyError, match=r"nothing_like_it is not .*flashpage\[engine\]"
+        MissingDependencyError,
+        match=r"nothing_like_it is not .*pip install nothing_like_it, or .*'engine'",
     ):
         require("nothing_like_it", "engine")

@@ -210,7 +210,8 @@ def _open(model: ModelSource, load_format: str) -> _Checkpoint:
             raise CheckpointError(f"{path} is neither a file nor a directory")
         if str(model) in CONFIGS:
             raise ArgumentError(
-                f"model {str(model)!r} has no weights: pass load_format='dummy' with it"
+                f"model {str(model)!r} has no weights: load_format='dummy' "
+                "(--load-format dummy) gives it random ones"
             )
         path = fetch_from_hub(str(model))
     return _open_directory(path, Path(model).name, load_format)
