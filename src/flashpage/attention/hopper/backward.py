@@ -22,9 +22,12 @@ L2_BYTES = 32 * 2**20
 """Q, dO and the sums of dQ of the heads that run side by side should stay in the L2 cache."""
 STAGES = 2
 """tiles of Q and of dO in shared memory"""
-ADDERS = {64: 2, 128: 2}
-"""warps that add dQ (1 or 2), each with a tile of it in shared memory, by the head_dim that is
-computed"""
+
+
+def adders(block_d: int, deterministic: bool) -> int:
+    """Warps that add dQ, each with a tile of it in shared memory: one keeps up where a step is long
+    (BLOCK_D 128) and no turn has to be waited for."""
+    return 1 if block_d == 128 and not deterministic else 2
 
 
 def backward(
@@ -148,7 +151,7 @@ def _launch(
         HAS_RIGHT=problem.window_right >= 0,
         HAS_SOFTCAP=problem.softcap > 0.0,
         ORDERED=problem.deterministic,
-        ADDERS=ADDERS[block_d],
+        ADDERS=adders(block_d, problem.deterministic),
         num_warps=8,
     )
     runtime.launch(finish_kernel, (num_lanes * num_tiles_m,))(
