@@ -83,13 +83,15 @@ def _atomic_add(pointer: _Pointer, value: int, sem: str = "acq_rel") -> Tensor:
     with _block.changed:
         old = pointer.memory[pointer.offset].clone()
         pointer.memory[pointer.offset] += value
+        _block.changed.notify_all()
     return old
 
 
 def _wait_for_turn(pointer: _Pointer, turn: int) -> None:
     """Thread blocks run one after the other: who waits for a later one waits forever."""
-    if pointer.memory[pointer.offset] != turn:
-        raise Deadlock(f"turn {int(turn)} at {int(pointer.memory[pointer.offset])}")
+    place = int(pointer.offset)
+    _block.wait_until(lambda: pointer.memory[place] >= turn, f"turn {int(turn)} at {place}")
+    assert pointer.memory[place] == turn, "somebody came before their turn"
 
 
 class _Shared:
@@ -111,6 +113,9 @@ class _Shared:
 
     def permute(self, order: Sequence[int]) -> _Shared:
         return _Shared(self.tensor.permute(*order))
+
+    def _reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> _Shared:
+        return _Shared(self.tensor.view(-1).view(dtype).view(list(shape)))
 
     def load(self, layout: Any) -> Tensor:
         return self.tensor.clone()

@@ -14,9 +14,10 @@ def emulated_kernels():
     from gluon_emulator import Emulated
 
     parts = ["forward_work", "forward_softmax", "forward_producer"]
+    backward_parts = ["backward_work", "backward_producer", "backward_writers"]
     kernels = {
         "forward": [*parts, "forward_kernel"],
-        "backward": [*parts, "backward_kernel"],
+        "backward": [*parts, *backward_parts, "backward_kernel"],
         "decode": [*parts, "forward_kernel", "decode_kernel"],
     }
     return {

@@ -70,6 +70,37 @@ def check_dense(*tensors, deterministic=False, **options):
     )
 
 
+def check_varlen(cu_q, cu_k, longest, heads, deterministic, spare=(0, 0), **options):
+    """`spare` tokens of Q and of K and V come after the last sequence, and are NaN."""
+    h, hk, d = heads
+    total_q, total_k = cu_q[-1] + spare[0], cu_k[-1] + spare[1]
+    q, dout = (rand(total_q, h, d) for _ in range(2))
+    k, v = (rand(total_k, hk, d) for _ in range(2))
+    dlse = torch.randn(h, total_q, device=DEVICE)
+    cu = [torch.tensor(c, dtype=torch.int32, device=DEVICE) for c in (cu_q, cu_k)]
+    ends = (cu_q[-1], cu_k[-1], cu_k[-1])
+    leaves = [x.clone() for x in (q, k, v)]
+    for x, end in zip((*leaves, dout), (*ends, cu_q[-1]), strict=True):
+        x[end:] = torch.nan
+
+    def ours(*x):
+        return flash_attn_varlen_func(
+            *x, *cu, longest, longest, deterministic=deterministic, return_attn_probs=True,
+            **options,
+        )  # fmt: skip
+
+    def oracle(*x):
+        return varlen(*x, cu_q, cu_k, **options)
+
+    grads = gradients(ours, *leaves, dout, dlse)
+    dout[cu_q[-1] :] = 0.0
+    exact = gradients(oracle, q.double(), k.double(), v.double(), dout, dlse)
+    low = gradients(oracle, q, k, v, dout, dlse)
+    for name, grad, e, lo in zip(("dq", "dk", "dv"), grads, exact, low, strict=True):
+        assert_as_good(grad, e, lo, name, atol=1e-5 + 1e-3 * float(e.abs().amax()))
+    assert not any(grad[end:].any() for grad, end in zip(grads, ends, strict=True))
+
+
 # ---------------------------------------------------------------------------------------------
 # Edges
 # ---------------------------------------------------------------------------------------------
@@ -217,29 +248,7 @@ VARLEN = [
 def test_varlen(head_dim, deterministic, options):
     """Empty sequences, a bound that is too small, and NaN after the last sequence."""
     cu_q, cu_k = [0, 130, 130, 171, 171, 300], [0, 150, 211, 211, 211, 360]
-    q, dout = (rand(317, 2, head_dim) for _ in range(2))
-    k, v = (rand(365, 1, head_dim) for _ in range(2))
-    dlse = torch.randn(2, 317, device=DEVICE)
-    cu = [torch.tensor(c, dtype=torch.int32, device=DEVICE) for c in (cu_q, cu_k)]
-    leaves = [x.clone() for x in (q, k, v)]
-    for x, end in ((leaves[0], 300), (dout, 300), (leaves[1], 360), (leaves[2], 360)):
-        x[end:] = torch.nan
-
-    def ours(*x):
-        return flash_attn_varlen_func(
-            *x, *cu, 17, 17, deterministic=deterministic, return_attn_probs=True, **options
-        )
-
-    def oracle(*x):
-        return varlen(*x, cu_q, cu_k, **options)
-
-    grads = gradients(ours, *leaves, dout, dlse)
-    dout[300:] = 0.0
-    exact = gradients(oracle, q.double(), k.double(), v.double(), dout, dlse)
-    low = gradients(oracle, q, k, v, dout, dlse)
-    for name, grad, e, lo in zip(("dq", "dk", "dv"), grads, exact, low, strict=True):
-        assert_as_good(grad, e, lo, name, atol=1e-5 + 1e-3 * float(e.abs().amax()))
-    assert not any(grad[end:].any() for grad, end in zip(grads, (300, 360, 360), strict=True))
+    check_varlen(cu_q, cu_k, 17, (2, 1, head_dim), deterministic, (17, 5), **options)
 
 
 def test_neighbours_of_a_sequence_are_neither_read_nor_written():
@@ -265,3 +274,118 @@ def test_neighbours_of_a_sequence_are_neither_read_nor_written():
         for a, b in zip(again, grads, strict=True):
             # dQ's sums may come in another order.
             assert max_error(a[mine], b[mine]) <= 2e-3 * float(b.abs().amax())
+
+
+# ---------------------------------------------------------------------------------------------
+# Programs that take block after block of keys
+# ---------------------------------------------------------------------------------------------
+
+BUFFERS = [(64, False), (64, True), (128, False), (128, True)]
+"""Each has its own buffers (`hopper.buffers`), or its own order."""
+
+
+@pytest.fixture
+def programs(monkeypatch):
+    """Call it to have at most so many; memory of counters then holds what it should not."""
+    empty = torch.empty
+
+    def used(*args, **kwargs):
+        x = empty(*args, **kwargs)
+        return x.fill_(5) if x.dtype == torch.int32 else x
+
+    def limit(count):
+        monkeypatch.setattr(runtime, "num_multiprocessors", lambda device: count)
+        monkeypatch.setattr(torch, "empty", used)
+
+    return limit
+
+
+@pytest.mark.parametrize(("head_dim", "deterministic"), BUFFERS)
+@pytest.mark.parametrize("count", [1, 5, 1000])
+def test_more_and_fewer_programs_than_blocks_of_keys(programs, count, head_dim, deterministic):
+    """12 blocks. Emulated, the first of some programs that count takes all, and others none."""
+    programs(count)
+    tensors = make(2, 140, 270, (2, 2, head_dim))
+    check_dense(*tensors, causal=True, deterministic=deterministic)
+
+
+@pytest.mark.parametrize(("head_dim", "deterministic"), BUFFERS)
+@pytest.mark.parametrize("heads", [(1, 1), (3, 1), (4, 2), (5, 1)])
+def test_steps_of_a_block_of_keys_need_not_be_even(programs, heads, head_dim, deterministic):
+    """Of the buffers of rows and dQ each block of keys begins with another one."""
+    programs(1)
+    tensors = make(1, 3 * 8192 // head_dim - 5, 300, (*heads, head_dim))
+    check_dense(*tensors, deterministic=deterministic)
+
+
+@pytest.mark.parametrize(("head_dim", "deterministic"), BUFFERS)
+def test_many_short_sequences(programs, head_dim, deterministic):
+    """Blocks without rows too, also several that come one after the other."""
+    programs(2)
+    lengths = [
+        (1, 1), (3, 130), (0, 140), (0, 128), (0, 300), (65, 1), (2, 0), (0, 5), (130, 127),
+        *[(7, 9)] * 5, (0, 1), (129, 140), (1, 260), (0, 0), (64, 64),
+    ]  # fmt: skip
+    ends = [[sum(n[:i]) for i in range(len(n) + 1)] for n in zip(*lengths, strict=True)]
+    check_varlen(*ends, 300, (2, 1, head_dim), deterministic, (70, 200), causal=True)
+
+
+@pytest.mark.parametrize(("head_dim", "deterministic"), BUFFERS)
+def test_a_window_leaves_blocks_of_keys_without_rows(programs, head_dim, deterministic):
+    """The first keys are seen by none, the last by some."""
+    programs(1)
+    tensors = make(2, 60, 700, (2, 1, head_dim))
+    check_dense(*tensors, window_size=(90, 0), deterministic=deterministic)
+
+
+@pytest.mark.parametrize(("head_dim", "deterministic"), BUFFERS)
+def test_each_launch_counts_from_the_first_block(programs, head_dim, deterministic):
+    programs(2)
+    tensors = make(1, 150, 400, (2, 1, head_dim))
+    leaves = [x.requires_grad_() for x in tensors[:3]]
+    out = flash_attn_func(*leaves, causal=True, deterministic=deterministic)
+    first, *others = [
+        torch.autograd.grad(out, leaves, tensors[3], retain_graph=True) for _ in range(3)
+    ]
+    for grads in others:
+        assert all(torch.equal(a, b) for a, b in zip(first[1:], grads[1:], strict=True))
+        assert max_error(grads[0], first[0]) <= 2e-3 * float(first[0].abs().amax())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("head_dim", "deterministic"), BUFFERS)
+def test_launches_on_two_streams_and_in_graphs_share_no_counter(head_dim, deterministic):
+    """More blocks than multiprocessors, so that each launch counts; graphs count again."""
+    inputs = [make(4, 2000, 2000, (8, 8, head_dim)) for _ in range(2)]
+
+    def run(q, k, v, dout, _):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = flash_attn_func(*leaves, causal=True, deterministic=deterministic)
+        return torch.autograd.grad(out, leaves, dout)
+
+    expected = [run(*x) for x in inputs]
+    streams = [torch.cuda.Stream() for _ in inputs]
+    graphs, captured = [], []
+    for x, stream in zip(inputs, streams, strict=True):
+        stream.wait_stream(torch.cuda.current_stream())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            captured.append(run(*x))
+        graphs.append(graph)
+    for _ in range(10):
+        for grads in captured:
+            for grad in grads:
+                grad.fill_(torch.nan)
+        torch.cuda.synchronize()
+        eager = []
+        for x, stream, graph in zip(inputs, streams, graphs, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+                eager.append(run(*x))
+        torch.cuda.synchronize()
+        for first, *others in zip(expected, captured, eager, strict=True):
+            for grads in others:
+                exact = slice(0 if deterministic else 1, 3)
+                pairs = zip(first[exact], grads[exact], strict=True)
+                assert all(torch.equal(a, b) for a, b in pairs)
+                assert max_error(grads[0], first[0]) <= 2e-3 * float(first[0].abs().amax())

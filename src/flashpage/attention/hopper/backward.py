@@ -20,14 +20,20 @@ from flashpage.attention.triton.arguments import as_batch, cdiv, strides_of, win
 
 L2_BYTES = 32 * 2**20
 """Q, dO and the sums of dQ of the heads that run side by side should stay in the L2 cache."""
-STAGES = 2
-"""tiles of Q and of dO in shared memory"""
 
 
-def adders(block_d: int, deterministic: bool) -> int:
-    """Warps that add dQ, each with a tile of it in shared memory: one keeps up where a step is long
-    (BLOCK_D 128) and no turn has to be waited for."""
-    return 1 if block_d == 128 and not deterministic else 2
+def buffers(block_d: int, deterministic: bool) -> dict[str, int]:
+    """Warps that add dQ, each with a buffer of it, and buffers of K and V: 209 to 227 KB in all.
+
+    One warp keeps up where a step is long (BLOCK_D 128) and no turn has to be waited for. What does
+    not get a second buffer at BLOCK_D 128 would not fit; how dK and dV then leave, and the next
+    block comes in, `backward_writers` says.
+    """
+    if block_d == 64:
+        return {"ADDERS": 2, "K_BUFFERS": 2, "V_BUFFERS": 2}
+    if deterministic:
+        return {"ADDERS": 2, "K_BUFFERS": 1, "V_BUFFERS": 1}
+    return {"ADDERS": 1, "K_BUFFERS": 2, "V_BUFFERS": 1}
 
 
 def backward(
@@ -88,7 +94,8 @@ def _launch(
     sums = torch.empty(shape, dtype=torch.float32, device=x.q.device)
     turns = None
     if problem.deterministic:
-        turns = torch.empty(num_lanes * num_tiles_m + 1, dtype=torch.int32, device=x.q.device)
+        turns = torch.empty(num_lanes * num_tiles_m, dtype=torch.int32, device=x.q.device)
+    counter = torch.empty(1, dtype=torch.int32, device=x.q.device)
     places = (
         x.cu_seqlens_q,
         num_tiles_m,
@@ -110,6 +117,7 @@ def _launch(
         *stats,
         sums,
         turns,
+        counter,
         places[0],
         strides_of(as_batch(dout)),
         *places[1:],
@@ -117,7 +125,8 @@ def _launch(
         num_warps=4,
     )
     row_bytes = max(1, x.max_seqlen_q * problem.group_size * block_d * 8)
-    runtime.launch(backward_kernel, (num_tiles_n * num_heads,))(
+    grid = min(num_tiles_n * num_heads, runtime.num_multiprocessors(x.q.device))
+    runtime.launch(backward_kernel, (grid,))(
         make(x.q, block_m, block_d),
         make(x.k, block_n, block_d),
         make(x.v, block_n, block_d),
@@ -127,6 +136,7 @@ def _launch(
         flat_descriptor(sums),
         flat_descriptor(stats.view(-1, block_m)),
         turns,
+        counter,
         x.cu_seqlens_q,
         x.cu_seqlens_k,
         problem.softmax_scale,
@@ -145,13 +155,12 @@ def _launch(
         num_lanes * num_tiles_m,
         BLOCK_M=block_m,
         BLOCK_D=block_d,
-        STAGES=STAGES,
         VARLEN=varlen,
         HAS_LEFT=problem.window_left >= 0,
         HAS_RIGHT=problem.window_right >= 0,
         HAS_SOFTCAP=problem.softcap > 0.0,
         ORDERED=problem.deterministic,
-        ADDERS=adders(block_d, problem.deterministic),
+        **buffers(block_d, problem.deterministic),
         num_warps=8,
     )
     runtime.launch(finish_kernel, (num_lanes * num_tiles_m,))(

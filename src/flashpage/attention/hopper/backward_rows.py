@@ -38,18 +38,18 @@ def _tile(
 
 @triton.jit(do_not_specialize=_COUNTS)
 def prepare_kernel(
-    out, dout, lse_ptr, dlse_ptr, lse2_ptr, delta_ptr, sums_ptr, turns_ptr, cu_q_ptr, dout_strides,
-    num_tiles, num_q_heads, num_sequences, seqlen_q,
+    out, dout, lse_ptr, dlse_ptr, lse2_ptr, delta_ptr, sums_ptr, turns_ptr, counter_ptr, cu_q_ptr,
+    dout_strides, num_tiles, num_q_heads, num_sequences, seqlen_q,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """Grid: one program a tile. turns_ptr: None where dQ is summed in any order, else set to 0, and
-    the sums are left to the first block of keys; num_sequences: with the rows after the last one if
-    VARLEN. Rows that a tile has too many, and rows that see no key, get an LSE that makes their P
-    zero.
+    the sums are left to the first block of keys; counter_ptr: of blocks of keys, set to 0;
+    num_sequences: with the rows after the last one if VARLEN. Rows that a tile has too many, and
+    rows that see no key, get an LSE that makes their P zero.
     """
+    tl.store(counter_ptr, 0)
     if turns_ptr is not None:
         tl.store(turns_ptr + tl.program_id(0), 0)
-        tl.store(turns_ptr + tl.num_programs(0), 0)
     entry, head, first, row_lo, length = _tile(
         cu_q_ptr, num_tiles, num_q_heads, num_sequences, seqlen_q, BLOCK_M, VARLEN
     )

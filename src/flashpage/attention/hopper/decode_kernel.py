@@ -12,9 +12,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from flashpage.attention.hopper.forward_kernel import FIRST_BARRIER, told, walk
-from flashpage.attention.hopper.forward_producer import bring_first_keys, bring_keys, publish
-from flashpage.attention.hopper.forward_work import key_range
+from flashpage.attention.hopper.forward_kernel import FIRST_BARRIER, walk
+from flashpage.attention.hopper.forward_producer import bring_first_keys, bring_keys
+from flashpage.attention.hopper.forward_work import key_range, publish, told
 from flashpage.attention.hopper.instructions import barrier_arrive, barrier_sync
 
 CONSUMERS = gl.constexpr(2)

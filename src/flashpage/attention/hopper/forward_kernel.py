@@ -28,7 +28,7 @@ from flashpage.attention.hopper.forward_softmax import (
     maxima,
     scores,
 )
-from flashpage.attention.hopper.forward_work import key_range, tile_blocks
+from flashpage.attention.hopper.forward_work import key_range, tile_blocks, told
 from flashpage.attention.hopper.instructions import (
     barrier_arrive,
     barrier_sync,
@@ -54,12 +54,6 @@ FIRST_BARRIER = gl.constexpr(8)
 # ---------------------------------------------------------------------------------------------
 # The consumers
 # ---------------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def told(tile_s, index: gl.constexpr):
-    """A number that the producer published."""
-    return gl.max(tile_s.index(index).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit

@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from flashpage.attention.hopper.forward_work import find_tile, tile_blocks
+from flashpage.attention.hopper.forward_work import find_tile, publish, tile_blocks
 
 RAGGED_ROWS = gl.constexpr(2**30)
 """Length of the row dimension of a ragged descriptor."""
@@ -140,11 +140,6 @@ def bring_keys(
         kv_head, BLOCK_N, BLOCK_D, V_STAGES, CHUNK, PAGE, RAGGED, LAYOUT,
     )  # fmt: skip
     return blocks_done + 1
-
-
-@gluon.jit
-def publish(tile_s, index: gl.constexpr, value):
-    tile_s.index(index).store(gl.full([1], value, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
 
 
 @gluon.jit

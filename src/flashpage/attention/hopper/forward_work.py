@@ -1,4 +1,5 @@
-"""Which tile comes next in the forward for Hopper, and which blocks of keys it walks."""
+"""Which tile comes next in the forward for Hopper, which blocks of keys it walks, and how producers
+tell consumers of it."""
 
 from __future__ import annotations
 
@@ -48,6 +49,21 @@ def tile_blocks(
 
 
 @gluon.jit
+def find_sequence(cu_ptr, tile, batch, BLOCK: gl.constexpr):
+    """The sequence that this tile of BLOCK tokens belongs to, where those of sequence i begin at
+    `cu[i] // BLOCK + i`; `batch` after the last."""
+    sequence = tile * 0
+    last = batch
+    while sequence < last:
+        middle = (sequence + last + 1) // 2
+        if gl.load(cu_ptr + middle) // BLOCK + middle <= tile:
+            sequence = middle
+        else:
+            last = middle - 1
+    return sequence
+
+
+@gluon.jit
 def find_tile(
     tile, num_tiles_m, num_heads, group_heads, num_q_heads, batch, seqlen_q, seqlen_k,
     cu_q_ptr, cu_k_ptr, BLOCK_M: gl.constexpr, VARLEN: gl.constexpr, PAGED: gl.constexpr,
@@ -66,14 +82,7 @@ def find_tile(
     tile_m = num_tiles_m - 1 - within // num_here
     head = group * group_heads + within % num_here
     if VARLEN:
-        sequence = tile * 0
-        last = batch
-        while sequence < last:
-            middle = (sequence + last + 1) // 2
-            if gl.load(cu_q_ptr + middle) // BLOCK_M + middle <= tile_m:
-                sequence = middle
-            else:
-                last = middle - 1
+        sequence = find_sequence(cu_q_ptr, tile_m, batch, BLOCK_M)
         first_q = gl.load(cu_q_ptr + sequence)
         is_tail = sequence == batch
         after = gl.minimum(sequence + 1, batch)
@@ -92,3 +101,17 @@ def find_tile(
         len_k = seqlen_k
         row_lo = tile_m * BLOCK_M
     return row_lo, sequence, head, first_q, len_q, first_k, len_k
+
+
+@gluon.jit
+def publish(numbers_s, index, value):
+    """Leave a number for the other warps; by one warp, which then arrives at a barrier."""
+    numbers_s.index(index).store(
+        gl.full([1], value, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
+    )
+
+
+@gluon.jit
+def told(numbers_s, index, WARPS: gl.constexpr = 4):
+    """A number that the producer published, for WARPS warps."""
+    return gl.max(numbers_s.index(index).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
