@@ -321,8 +321,8 @@ def backward_kernel(
 
     - q_full, do_full: the copies of a tile of rows (the first ones with K and V). Waited for by the
       consumers, who all arrive at rows_empty, for the producer.
-    - dq_full: all consumers, a tile of dQ, or of dK or dV, which take turns with those of dQ.
-      Waited for by the adder of that buffer, who arrives at dq_empty, for the consumers.
+    - dq_full: all consumers, a tile of dQ, or dK or dV where it leaves as one. Waited for by the
+      adder of that buffer, who arrives at dq_empty, for the consumers.
     - k_empty, v_empty: once a block of keys, for the producer. With two buffers the sender, when dK
       and dV have been read from there; with one of K the adder that sees the last dQ, which comes
       after all of K's products; with one of V all consumers, after the last dP^T. Blocks without
