@@ -98,7 +98,7 @@ class Step:
             attend_all(), threads, TAGS[self.dtype], tasks, scaled.data_ptr(),
             torch.cat(positions).numpy(), tables.reshape(-1), tables.shape[1],
             self.block_size // 16, self.k.data_ptr(), self.v.data_ptr(), self.hkv, group, self.dim,
-            (out.data_ptr(), packed.data_ptr(), scales.data_ptr(), self.hq * self.dim), threads,
+            (out.data_ptr(), packed.data_ptr(), scales.data_ptr(), self.hq * self.dim, 0), threads,
         )  # fmt: skip
         assert torch.equal(unpacked(packed, scales).reshape(out.shape), quantised(out))
         return list(out.split(np.diff(starts).tolist()))

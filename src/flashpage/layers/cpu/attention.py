@@ -30,8 +30,8 @@ from flashpage.layers.cpu.attention_vectors import (
     values_4,
     values_6,
 )
-from flashpage.layers.cpu.dots import X_BYTES, XS_BYTES
-from flashpage.layers.cpu.linear import EXACT, scales_of
+from flashpage.layers.cpu.dots import XS_BYTES
+from flashpage.layers.cpu.linear import EXACT, block_of, scales_of
 from flashpage.layers.cpu.packing import BLOCK
 from flashpage.layers.cpu.vectors import request, row_quantize
 
@@ -227,7 +227,7 @@ def _merge(total, total_state, o, state, rows, dim):  # type: ignore[no-untyped-
 @jit(**EXACT)
 def _write(total, state, rows, group, dim, where, first_row, head):  # type: ignore[no-untyped-def]
     """Normalised rows to their places, in float32 and quantised; see `attend`."""
-    out, q, xs, row_size = where
+    out, q, xs, row_size, in_pairs = where
     for token in range(rows // group):
         place, column = first_row + token, head * group * dim
         first = place * row_size + column
@@ -236,8 +236,11 @@ def _write(total, state, rows, group, dim, where, first_row, head):  # type: ign
         source = total.ctypes.data + token * group * dim * 4
         if out != 0:
             row_copy(source, out + first * 4, group * dim)
-        scales = scales_of(xs, place, row_size // BLOCK) + column // BLOCK * XS_BYTES
-        row_quantize(source, q + first // BLOCK * X_BYTES, scales, group * dim)
+        first_block, blocks = column // BLOCK, row_size // BLOCK
+        row_quantize(
+            source, block_of(q, place, first_block, blocks, in_pairs),
+            scales_of(xs, place, blocks) + first_block * XS_BYTES, group * dim, place < in_pairs,
+        )  # fmt: skip
 
 
 @jit(**EXACT)
@@ -352,7 +355,8 @@ def attend(  # type: ignore[no-untyped-def]
         positions: int64 `[num_rows]`. tables: int32, `table_step` pages per sequence.
         units_per_block: units of 16 tokens in a page. k, v: addresses of the layer's pages.
         where: addresses of the results of all rows as float32 (0: not wanted), quantised, and of
-            those's scales (`row_quantize`); and how many values a row has.
+            those's scales (`row_quantize`), how many values a row has, and how many rows, the
+            first ones, are quantised for `pairs`.
         partial, state_of_partial: float32 `[group * dim]` and `[4 * group]`, for the result of one
             split of several, which `join` brings to its place.
         scratch: float32 `[scratch_size]`.

@@ -47,6 +47,9 @@ X_BYTES, XS_ROW, XS_BYTES = 64, 16, 256
 """of a block of activations: its integers, its scales, and the scales of 16 rows, which lie
 together (`linear.scales_of`)"""
 
+PAIRS_AT = 12
+"""where the scales of a row and block have what `pairs` begins its sum with"""
+
 _AHEAD = 4096
 """bytes by which weights are asked for before they are needed, and their scales by as many blocks:
 the next group follows in memory."""
@@ -109,7 +112,7 @@ def _portable(b: Any, acc: Any, w: Any, x: Any) -> Any:
 
 def dot(b: Any, form: int, acc: Any, w: Any, x: Any, bits: int) -> Any:
     """`acc + sum of four products` in each of 16 lanes: unsigned bytes of w, signed ones of x."""
-    if form in (forms.AMX, forms.VNNI):
+    if form in (forms.AMX, forms.VNNI, forms.PAIRS):
         v64b = ir.VectorType(I8, 64)
         function = declare(b, "llvm.x86.avx512.vpdpbusd.512", VI32, [VI32, v64b, v64b])
         return b.call(function, [acc, b.bitcast(w, v64b), b.bitcast(x, v64b)])
@@ -165,25 +168,39 @@ def _scaled_sum(b: Any, parts: list[Any], magic: Any) -> Any:
     return b.fadd(high, total)
 
 
+def scale_at(b: Any, xs: Any, xs_at: Any, place: int) -> Any:
+    """One of the float32 that `row_quantize` wrote for a row and block, in all lanes."""
+    return splat(b, load(b, xs, b.add(xs_at, i(4 * place)), F32, 4))
+
+
+def sum_of_half(b: Any, xs: Any, xs_at: Any, half: int | None) -> Any:
+    """The sum of a block's activations, or of one half of them: exactly what they add up to."""
+    if half is None:
+        return scale_at(b, xs, xs_at, 1)
+    first = scale_at(b, xs, xs_at, 2)
+    return first if half == 0 else b.fsub(scale_at(b, xs, xs_at, 1), first)
+
+
+def add_half(b: Any, total: Any, parts: list[Any], d: Any, m: Any, x_sum: Any, magic: Any) -> Any:
+    """`total` and one block's part of it, or that of half a block: the float32 arithmetic that all
+    forms share. parts: see `_scaled_sum`."""
+    total = fma(b, m, x_sum, total)
+    return fma(b, d, _scaled_sum(b, parts, magic), total)
+
+
 def add_block(
     b: Any, total: Any, sums: list[list[Any]], scales: list[Any], xs: Any, xs_at: Any
 ) -> Any:
-    """`total` and one block's part of it: the float32 arithmetic that all forms share.
+    """`total` and one block's part of it.
 
-    sums: of the block or of its halves, each as one part or two (`_scaled_sum`). xs: address of the
-    activations' scales (`row_quantize`), of which those of this row and block begin `xs_at` bytes
-    further.
+    sums: of the block or of its halves, each as one part or two. xs: address of the activations'
+    scales (`row_quantize`), of which those of this row and block begin `xs_at` bytes further.
     """
-
-    def scale(place: int) -> Any:
-        return splat(b, load(b, xs, b.add(xs_at, i(4 * place)), F32, 4))
-
-    magic = scale(0)
+    magic = scale_at(b, xs, xs_at, 0)
     for half, parts in enumerate(sums):
         d, m = scales[2 * half : 2 * half + 2]
-        x_sum = scale(1 if len(sums) == 1 else 2 + half)
-        total = fma(b, m, x_sum, total)
-        total = fma(b, d, _scaled_sum(b, parts, magic), total)
+        x_sum = sum_of_half(b, xs, xs_at, half if len(sums) == 2 else None)
+        total = add_half(b, total, parts, d, m, x_sum, magic)
     return total
 
 

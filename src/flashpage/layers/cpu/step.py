@@ -24,10 +24,12 @@ from flashpage.layers.cpu.dots import X_BYTES, XS_BYTES
 from flashpage.layers.cpu.linear import (
     EXACT,
     aligned,
+    block_of,
     group_bytes,
     multiply_columns,
     multiply_group,
     rows_at_once,
+    rows_in_pairs,
     scales_bytes,
     scales_of,
     scratch_bytes,
@@ -35,8 +37,9 @@ from flashpage.layers.cpu.linear import (
     uses_tiles,
 )
 from flashpage.layers.cpu.packing import BLOCK, Q6_WIDE
+from flashpage.layers.cpu.pairs import UNPACKED_BYTES
 from flashpage.layers.cpu.sync import COUNTERS, all_came, meet, take
-from flashpage.layers.cpu.tiles import TILE_BYTES, UNPACKED_BYTES, begin_tiles, end_tiles
+from flashpage.layers.cpu.tiles import TILE_BYTES, begin_tiles, end_tiles
 from flashpage.layers.cpu.vectors import (
     half_at,
     request,
@@ -81,12 +84,18 @@ def _norm(x, weight, eps, out, size):  # type: ignore[no-untyped-def]
 
 
 @jit(**EXACT)
-def _norm_rows(x, weight, eps, q, xs, first, last, size, room):  # type: ignore[no-untyped-def]
-    """Rows of x, normalised and quantised, to q with scales xs."""
+def _norm_rows(x, weight, eps, q, xs, first, last, in_pairs, size, room):  # type: ignore[no-untyped-def]
+    """Rows of x, normalised and quantised (the first `in_pairs` for pairs), to q with scales xs."""
     blocks = size // BLOCK
     for row in range(first, last):
         _norm(x + row * size * 4, weight, eps, room, size)
-        row_quantize(room, q + row * blocks * X_BYTES, scales_of(xs, row, blocks), size)
+        row_quantize(
+            room,
+            block_of(q, row, 0, blocks, in_pairs),
+            scales_of(xs, row, blocks),
+            size,
+            row < in_pairs,
+        )
 
 
 @jit(**EXACT)
@@ -157,6 +166,7 @@ def _gate_and_up(  # type: ignore[no-untyped-def]
     """
     results = room + TILE_BYTES
     unpacked = results + MLP_ROWS * 256
+    in_pairs = rows_in_pairs(form, num_rows)
     block, last = share(size // BLOCK, thread, threads)
     if num_rows >= TICKET_ROWS:
         block, last = take(tickets.ctypes.data), size // BLOCK
@@ -179,9 +189,9 @@ def _gate_and_up(  # type: ignore[no-untyped-def]
                     row_add(gate, bias + block * 128, 32)
                     row_add(gate + 128, bias + (size + block * 32) * 4, 32)
                 row_silu_mul(gate, gate + 128, gate, 32)
-                at = q + ((rows_from + row) * (size // BLOCK) + block) * X_BYTES
+                at = block_of(q, rows_from + row, block, size // BLOCK, in_pairs)
                 scales = scales_of(qs, rows_from + row, size // BLOCK) + block * XS_BYTES
-                row_quantize(gate, at, scales, BLOCK)
+                row_quantize(gate, at, scales, BLOCK, rows_from + row < in_pairs)
         block = take(tickets.ctypes.data) if num_rows >= TICKET_ROWS else block + 1
 
 
@@ -256,14 +266,16 @@ def _work(  # type: ignore[no-untyped-def]
         xs += thread * scales_bytes(num_rows, hidden // BLOCK)
     first_row, last_row = (0, num_rows) if alone else share(num_rows, thread, threads)
     first_head, last_head = share(num_rows * heads, thread, threads)
-    where = (np.int64(0), aq, aqs, q_size)
+    in_pairs = rows_in_pairs(form, num_rows)
+    where = (np.int64(0), aq, aqs, q_size, in_pairs)
     if uses_tiles(form, num_rows):
         begin_tiles(form)
     for layer in range(len(weights)):
         w, v = weights[layer], vectors[layer]
         _norm_rows(
-            x, v[ATTENTION_NORM], eps, xq, xs, first_row, last_row, hidden, row_room.ctypes.data
-        )
+            x, v[ATTENTION_NORM], eps, xq, xs, first_row, last_row, in_pairs, hidden,
+            row_room.ctypes.data,
+        )  # fmt: skip
         if not alone:
             meet(counter, threads, patience)
         _project(
@@ -335,7 +347,10 @@ def _work(  # type: ignore[no-untyped-def]
             for row in range(first, last):
                 row_add(x + row * hidden * 4, v[O_BIAS], hidden)
             meet(counter, threads, patience)
-        _norm_rows(x, v[MLP_NORM], eps, xq, xs, first_row, last_row, hidden, row_room.ctypes.data)
+        _norm_rows(
+            x, v[MLP_NORM], eps, xq, xs, first_row, last_row, in_pairs, hidden,
+            row_room.ctypes.data,
+        )  # fmt: skip
         if not alone:
             meet(counter, threads, patience)
         _gate_and_up(

@@ -27,6 +27,11 @@ MAGIC = 1.5 * 2.0**23
 """An integer below 2**22 added to the bits of `MAGIC * 2**e` makes those of
 `(MAGIC + integer) * 2**e`: so integers become floats with additions, which are never rounded."""
 
+WORD_OFFSET = 2048
+"""makes an activation of 12 bits positive"""
+
+_WORD_ORDER = [lane // 4 * 4 + (0, 2, 1, 3)[lane % 4] for lane in range(LANES)]
+
 _TOP_POWER = 10
 """the largest magnitude of a block is quantised to at least 2**10"""
 
@@ -325,18 +330,22 @@ def row_silu_mul(typing_context, gate, up, out, n):  # type: ignore[no-untyped-d
 
 
 @intrinsic
-def row_quantize(typing_context, x, q, xs, n):  # type: ignore[no-untyped-def]
+def row_quantize(typing_context, x, q, xs, n, as_words):  # type: ignore[no-untyped-def]
     """n float32 to integers of 12 bits in blocks of 32, n a multiple of 32.
 
     A block's scale is the power of two with which its largest magnitude becomes 1,024 to 2,047.
     q gets 64 bytes per block: of all 32 integers `integer >> 4`, from -128 to 127, then what is
-    left of each, 0 to 15. xs gets four float32, those of the next block 256 bytes further: `MAGIC`
-    times the scale, and the scale times the sum of all integers, of the first 16 and of the others.
+    left of each, 0 to 15. If as_words is not 0, it gets the integers themselves as 16 bits, of each
+    four in the order 0, 2, 1, 3, the first 16 with WORD_OFFSET added (`pairs`), those of the next
+    block 512 bytes further.
+    xs gets 16 bytes, those of the next block 256 further: float32, `MAGIC` times the scale, and the
+    scale times the sum of all integers and of the first 16; then for words the sum of the products
+    of columns 0 and 1, 2 and 3, ... 14 and 15 with their offset, as a negative integer.
     A block with NaN, or with a magnitude of 2**100 and more, gets NaN for scale.
     """
 
     def generate(context, b, signature, arguments):  # type: ignore[no-untyped-def]
-        x, q, xs, n = arguments
+        x, q, xs, n, as_words = arguments
 
         def word(value: int) -> Any:
             return ir.Constant(I32, value)
@@ -360,28 +369,54 @@ def row_quantize(typing_context, x, q, xs, n):  # type: ignore[no-untyped-def]
             is_number = b.icmp_signed("<", power, word(127 + 100))
             scale = b.shl(b.sub(power, word(_TOP_POWER)), word(23))
             scale = b.bitcast(b.select(is_number, scale, nan), F32)
-            row = b.add(scaled(b, at, 2), q)
             values = []
-            for half, part in enumerate(parts):
+            for part in parts:
                 rounded = unary(b, "rint", b.fmul(part, inverse))
                 # NaN becomes a number here: its scale says what it was.
                 rounded = minimum(b, maximum(b, rounded, constant(-2048.0)), constant(2047.0))
                 values.append(b.fptosi(rounded, VI32))
-                high, low = b.ashr(values[-1], integers(4)), b.and_(values[-1], integers(15))
+            words, bytes_ = b.append_basic_block("words"), b.append_basic_block("bytes")
+            after = b.append_basic_block("after")
+            b.cbranch(b.icmp_signed("!=", as_words, i(0)), words, bytes_)
+            b.position_at_end(words)
+            row = b.add(q, scaled(b, at, 16))
+            with_offset = [b.add(values[0], integers(WORD_OFFSET)), values[1]]
+            for half, part in enumerate(with_offset):
+                ordered = b.shuffle_vector(part, part, ir.Constant(VI32, _WORD_ORDER))
+                store(b, b.trunc(ordered, VI16), row, i(32 * half), 1)
+            neighbours = b.shuffle_vector(
+                with_offset[0],
+                with_offset[0],
+                ir.Constant(VI32, [lane ^ 1 for lane in range(LANES)]),
+            )
+            products = b.mul(with_offset[0], neighbours)  # each twice
+            twice = _sums_of_two(b, products, ZERO_I)[0]
+            pairs = b.sub(word(0), b.lshr(twice, word(1)))
+            b.branch(after)
+            b.position_at_end(bytes_)
+            row = b.add(q, scaled(b, at, 2))
+            for half, part in enumerate(values):
+                high, low = b.ashr(part, integers(4)), b.and_(part, integers(15))
                 store(b, b.trunc(high, VI8), row, i(16 * half), 1)
                 store(b, b.trunc(low, VI8), row, i(32 + 16 * half), 1)
+            b.branch(after)
+            b.position_at_end(after)
+            last = b.phi(I32)
+            last.add_incoming(pairs, words)
+            last.add_incoming(word(0), bytes_)
             sums = _sums_of_two(b, *values)
             block = scaled(b, at, 8)  # 256 bytes per 32 values
             store(b, b.fmul(scale, ir.Constant(F32, MAGIC)), xs, block, 4)
-            for place, total in enumerate((b.add(*sums), *sums)):
+            for place, total in enumerate((b.add(*sums), sums[0])):
                 value = b.fmul(scale, b.sitofp(total, F32))
                 store(b, value, xs, b.add(block, i(4 + 4 * place)), 4)
+            store(b, last, xs, b.add(block, i(12)), 4)
             return []
 
         loop(b, n, 32, [], body)
         return context.get_dummy_value()
 
-    return types.void(i64, i64, i64, i64), generate
+    return types.void(i64, i64, i64, i64, i64), generate
 
 
 @intrinsic
