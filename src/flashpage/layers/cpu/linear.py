@@ -159,11 +159,11 @@ def _by_pairs(form, kind, w, s, x, xs, blocks, tiles, out, out_step, add):  # ty
 
 
 @jit(**EXACT)
-def _unpack_words(kind, w, out, blocks):  # type: ignore[no-untyped-def]
+def _unpack_words(form, kind, w, out, blocks):  # type: ignore[no-untyped-def]
     if kind in (Q4, Q4_WIDE):
-        unpack_words(_FOUR_BITS, w, out, blocks)
+        unpack_words(form, _FOUR_BITS, w, out, blocks)
     else:
-        unpack_words(_EIGHT_BITS, w, out, blocks)
+        unpack_words(form, _EIGHT_BITS, w, out, blocks)
 
 
 @jit(**EXACT)
@@ -189,7 +189,7 @@ def group_bytes(form, part, group, num_rows, room, done):  # type: ignore[no-unt
     w = part[0] + group * part[3] * part[4]
     if rows_in_pairs(form, num_rows) > 0:
         if not done:
-            _unpack_words(part[2], w, room, part[3])
+            _unpack_words(form, part[2], w, room, part[3])
         return room
     if uses_tiles(form, num_rows) and part[2] in (Q4, Q4_WIDE):
         if not done:

@@ -86,7 +86,7 @@ def _words(b: Any, w: Any, offset: Any, kind: int) -> list[Any]:
 
 
 @intrinsic
-def unpack_words(typing_context, kind, w, out, num_blocks):  # type: ignore[no-untyped-def]
+def unpack_words(typing_context, form, kind, w, out, num_blocks):  # type: ignore[no-untyped-def]
     """Blocks of packed weights to UNPACKED_BYTES each; kind: a tuple of as many elements."""
     which = kind.count
 
@@ -109,10 +109,11 @@ def unpack_words(typing_context, kind, w, out, num_blocks):  # type: ignore[no-u
         loop(b, num_blocks, 1, [], body)
 
     def generate(context, b, signature, arguments):  # type: ignore[no-untyped-def]
-        outlined(b, f"flashpage_unpack_words_{which}", arguments[1:], emit)
+        if form.count == forms.PAIRS:
+            outlined(b, f"flashpage_unpack_words_{which}", arguments[2:], emit)
         return context.get_dummy_value()
 
-    return types.void(kind, i64, i64, i64), generate
+    return types.void(form, kind, i64, i64, i64), generate
 
 
 class _Block:

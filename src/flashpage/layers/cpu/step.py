@@ -19,7 +19,7 @@ from flashpage.layers.cpu.attention import (
     request_keys,
     scratch_size,
 )
-from flashpage.layers.cpu.attention_vectors import store_key, store_value, write_rotated
+from flashpage.layers.cpu.attention_vectors import row_copy, store_key, store_value, write_rotated
 from flashpage.layers.cpu.dots import X_BYTES, XS_BYTES
 from flashpage.layers.cpu.linear import (
     EXACT,
@@ -244,14 +244,19 @@ def places(arena, offsets):  # type: ignore[no-untyped-def]
 
 @jit(**EXACT)
 def _work(  # type: ignore[no-untyped-def]
-    thread, threads, counters, patience, form, kv, x_array, slots, positions, tables, table_step,
-    units_per_block, weights, vectors, caches, cos, sin, final_norm, eps, scale, shape, out, tasks,
-    first_tasks, num_parts, partial, states, arena, offsets, tickets,
+    thread, threads, counters, patience, form, kv, x_array, slots, wanted, of_all, of_wanted,
+    tables, table_step, units_per_block, weights, vectors, caches, cos, sin, final_norm, eps, scale,
+    shape, out, partial, states, arena, offsets, tickets,
 ):  # fmt: skip
-    """One thread's part of `run`. After each `meet` everything from before it is there."""
+    """One thread's part of `run`. After each `meet` everything from before it is there.
+
+    of_all: positions, tasks of attention, their shares and how many are parts of a row, of all
+    rows; of_wanted: of the wanted ones.
+    """
     counter, x = counters.ctypes.data, x_array.ctypes.data
     qkv, q, xq, xs, aq, aqs, fq, fqs = places(arena, offsets)
     hidden, intermediate, hq, hkv, dim = shape
+    positions, tasks, first_tasks, num_parts = of_all
     num_rows, group = len(slots), hq // hkv
     q_size, qkv_size, heads = hq * dim, (hq + 2 * hkv) * dim, hq + hkv
     most_blocks = max(hidden, max(intermediate, q_size)) // BLOCK
@@ -307,6 +312,18 @@ def _work(  # type: ignore[no-untyped-def]
                 hkv, dim, row_room.ctypes.data,
             )  # fmt: skip
         meet(counter, threads, patience)
+        if layer + 1 == len(weights) and len(wanted) < num_rows:
+            # All K and V are there: the rest of the last layer is for wanted rows alone.
+            if thread == 0:
+                for i in range(len(wanted)):
+                    row_copy(q + wanted[i] * q_size * 4, q + i * q_size * 4, q_size)
+                    row_copy(x + wanted[i] * hidden * 4, x + i * hidden * 4, hidden)
+            num_rows, alone = len(wanted), False
+            positions, tasks, first_tasks, num_parts = of_wanted
+            first_row, last_row = share(num_rows, thread, threads)
+            in_pairs = rows_in_pairs(form, num_rows)
+            where = (np.int64(0), aq, aqs, q_size, in_pairs)
+            meet(counter, threads, patience)
         t, last_t = first_tasks[thread], first_tasks[thread + 1]
         if num_rows >= TICKET_ROWS:
             t, last_t = take(tickets[layer].ctypes.data + 8 * ATTENTION), len(tasks)
@@ -381,7 +398,7 @@ def _work(  # type: ignore[no-untyped-def]
             for row in range(first, last):
                 row_add(x + row * hidden * 4, v[DOWN_BIAS], hidden)
             meet(counter, threads, patience)
-    if uses_tiles(form, num_rows):
+    if uses_tiles(form, len(slots)):
         end_tiles(form)
     first, last = share(num_rows, thread, threads)
     for row in range(first, last):
@@ -389,17 +406,34 @@ def _work(  # type: ignore[no-untyped-def]
     room[0] = row_room[0] = scratch[0] = 0  # arrays must outlive the addresses in them
 
 
+@jit(**EXACT)
+def _attention(starts, positions, num_kv_heads, group, threads):  # type: ignore[no-untyped-def]
+    """Positions of rows, and their `plan`: see `_work`."""
+    shares = threads if len(positions) < TICKET_ROWS else threads * TICKETS
+    tasks, first_tasks = plan(starts, positions, num_kv_heads, group, shares)
+    return positions, tasks, first_tasks, count_parts(tasks, positions)
+
+
+@jit(**EXACT)
+def _room_of_parts(attention):  # type: ignore[no-untyped-def]
+    return len(attention[1]) if attention[3] > 0 else 0
+
+
 @jit(parallel=True, **EXACT)
 def run(  # type: ignore[no-untyped-def]
-    form, kv, x, slots, positions, starts, tables, units_per_block, weights, vectors, caches,
-    cos, sin, final_norm, eps, scale, shape, out, threads, patience,
+    form, kv, x, slots, positions, starts, wanted, wanted_starts, tables, units_per_block, weights,
+    vectors, caches, cos, sin, final_norm, eps, scale, shape, out, threads, patience,
 ):  # fmt: skip
     """All layers and the final norm for the rows of a step; returns whether all threads took part.
+
+    The last layer stores K and V of all rows, and goes on with those whose result is wanted.
 
     Args:
         form, kv: tags of `forms` and of the kind of pages.
         x: float32 `[num_rows, hidden]`, the tokens' embeddings; overwritten.
         slots, positions: int64 `[num_rows]`. starts: int64 `[num_seqs + 1]`, rows of each sequence.
+        wanted: int64 `[num_wanted]`, rows in ascending order: all, or at most one of a sequence.
+        wanted_starts: int64 `[num_seqs + 1]`, as `starts` in `wanted`.
         tables: int32 `[num_seqs, max_blocks]`; a page is `units_per_block` units of 16 tokens.
         weights: int64 `[num_layers, 4, NUM_PARTS, 8]`: `PackedWeight.address`, groups (0: no such
             part) and the first output column.
@@ -408,7 +442,7 @@ def run(  # type: ignore[no-untyped-def]
         cos, sin: addresses of float32 `[positions, dim]`; sin carries the sign of its half.
         final_norm: address. scale: softmax scale. eps: of the norms.
         shape: (hidden, intermediate, q heads, kv heads, dim).
-        out: address of float32 `[num_rows, hidden]`.
+        out: address of float32 `[num_wanted, hidden]`.
         threads: how many there are. patience: as in `meet`.
     """
     hidden, intermediate, hq, hkv, dim = shape
@@ -426,12 +460,14 @@ def run(  # type: ignore[no-untyped-def]
     for i in range(8):
         offsets[i + 1] = offsets[i] + (sizes[i] + 63) // 64 * 64
     arena = np.empty(offsets[8] + 64, np.uint8)
-    shares = threads if rows < TICKET_ROWS else threads * TICKETS
-    tasks, first_tasks = plan(starts, positions, hkv, group, shares)
-    num_parts = count_parts(tasks, positions)
+    of_all = _attention(starts, positions, hkv, group, threads)
+    of_wanted = of_all
+    if len(wanted) < rows:
+        of_wanted = _attention(wanted_starts, positions[wanted], hkv, group, threads)
     # The parts' results are found by the number of their task.
-    partial = np.empty((len(tasks) if num_parts > 0 else 1, group * dim), np.float32)
-    states = np.empty((len(tasks) if num_parts > 0 else 1, 4 * group), np.float32)
+    parts = max(1, max(_room_of_parts(of_all), _room_of_parts(of_wanted)))
+    partial = np.empty((parts, group * dim), np.float32)
+    states = np.empty((parts, 4 * group), np.float32)
     flat_tables = tables.reshape(-1)
     table_step = tables.shape[1]
     counters = np.zeros(COUNTERS, np.int64)
@@ -439,10 +475,9 @@ def run(  # type: ignore[no-untyped-def]
     for thread in numba.prange(threads):
         # The loop must have the arrays themselves: numba may free what it has only addresses of.
         _work(
-            np.int64(thread), threads, counters, patience, form, kv, x, slots, positions,
-            flat_tables, table_step, units_per_block, weights, vectors, caches, cos, sin,
-            final_norm, eps, scale, shape, out, tasks, first_tasks, num_parts, partial, states,
-            arena, offsets, tickets,
+            np.int64(thread), threads, counters, patience, form, kv, x, slots, wanted, of_all,
+            of_wanted, flat_tables, table_step, units_per_block, weights, vectors, caches, cos, sin,
+            final_norm, eps, scale, shape, out, partial, states, arena, offsets, tickets,
         )  # fmt: skip
     return all_came(counters)
 
