@@ -113,9 +113,9 @@ def _portable(b: Any, acc: Any, w: Any, x: Any) -> Any:
 def dot(b: Any, form: int, acc: Any, w: Any, x: Any, bits: int) -> Any:
     """`acc + sum of four products` in each of 16 lanes: unsigned bytes of w, signed ones of x."""
     if form in (forms.AMX, forms.VNNI, forms.PAIRS):
-        v64b = ir.VectorType(I8, 64)
-        function = declare(b, "llvm.x86.avx512.vpdpbusd.512", VI32, [VI32, v64b, v64b])
-        return b.call(function, [acc, b.bitcast(w, v64b), b.bitcast(x, v64b)])
+        # With operands of bytes, as LLVM has them since 21, older ones do not know the function;
+        # newer ones take these.
+        return b.call(declare(b, "llvm.x86.avx512.vpdpbusd.512", VI32, [VI32] * 3), [acc, w, x])
     if form == forms.PORTABLE:
         return _portable(b, acc, w, x)
     count = 4 if form == forms.SDOT else 2
@@ -124,12 +124,9 @@ def dot(b: Any, form: int, acc: Any, w: Any, x: Any, bits: int) -> Any:
         return _join(b, [_sdot(b, *part, bits) for part in parts])
     if form == forms.AVX2:
         return _join(b, [_avx2(b, *part, bits) for part in parts])
-    v8i, v32b = ir.VectorType(I32, 8), ir.VectorType(I8, 32)
-    function = declare(b, "llvm.x86.avx512.vpdpbusd.256", v8i, [v8i, v32b, v32b])
-    return _join(
-        b,
-        [b.call(function, [acc, b.bitcast(w, v32b), b.bitcast(x, v32b)]) for acc, w, x in parts],
-    )
+    v8i = ir.VectorType(I32, 8)
+    function = declare(b, "llvm.x86.avx512.vpdpbusd.256", v8i, [v8i] * 3)
+    return _join(b, [b.call(function, list(part)) for part in parts])
 
 
 def weight_vectors(b: Any, address: Any, offset: Any, bits: int) -> list[Any]:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
@@ -35,7 +34,6 @@ from flashpage.layers.cpu.dots import (
 )
 from flashpage.layers.cpu.packing import BLOCK_BYTES, Q4, Q4_WIDE, Q6_WIDE, Q8
 from flashpage.layers.cpu.vectors import (
-    I16,
     I32,
     VI32,
     WORD_OFFSET,
@@ -61,13 +59,11 @@ UNPACKED_BYTES = 1088
 (c1, c3), first those of the first half; then what is to be taken away, negative"""
 
 _CORRECTION = 1024
-_VI16 = ir.VectorType(I16, 32)
 
 
 def _dot(b: Any, acc: Any, x: Any, y: Any) -> Any:
     """`acc` and two products of signed words in each of 16 lanes."""
-    function = declare(b, "llvm.x86.avx512.vpdpwssd.512", VI32, [VI32, _VI16, _VI16])
-    return b.call(function, [acc, b.bitcast(x, _VI16), b.bitcast(y, _VI16)])
+    return b.call(declare(b, "llvm.x86.avx512.vpdpwssd.512", VI32, [VI32] * 3), [acc, x, y])
 
 
 def _words(b: Any, w: Any, offset: Any, kind: int) -> list[Any]:
