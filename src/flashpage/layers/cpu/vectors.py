@@ -125,17 +125,25 @@ def _sums_of_two(b: Any, x: Any, y: Any) -> list[Any]:
     return [b.extract_element(total, ir.Constant(I32, lane)) for lane in (0, 8)]
 
 
-def reduce_max(b: Any, x: Any) -> Any:
-    """The largest lane, of lanes without NaN.
+def larger(b: Any, x: Any, y: Any) -> Any:
+    """The larger of lanes without NaN: one instruction, where `maximum` takes three."""
+    return b.select(b.fcmp_ordered(">", x, y), x, y)
 
-    LLVM's own reduction minds NaN, lane after lane: that takes as long as four exponentials.
+
+def reduce_rows(b: Any, rows: Sequence[Any], combine: Callable[[Any, Any, Any], Any]) -> Any:
+    """The lanes of up to 16 vectors combined, by the tree of `reduce_add`; row r's are in lane r.
+
+    How many rows there are changes none's result.
     """
-    lanes = LANES
-    while lanes > 1:
-        low, high = _halves(b, x, lanes)
-        x = b.select(b.fcmp_ordered(">", low, high), low, high)
-        lanes //= 2
-    return b.extract_element(x, ir.Constant(I32, 0))
+    rows, distance = list(rows), LANES // 2
+    while distance > 0:
+        pairs = [(rows[at], rows[min(at + 1, len(rows) - 1)]) for at in range(0, len(rows), 2)]
+        # Of each vector: pieces of 2 * distance lanes, one a row; their halves are combined.
+        low = [lane for lane in range(2 * LANES) if lane % (2 * distance) < distance]
+        orders = [ir.Constant(VI32, [lane + more for lane in low]) for more in (0, distance)]
+        rows = [combine(b, *(b.shuffle_vector(x, y, order) for order in orders)) for x, y in pairs]
+        distance //= 2
+    return rows[0]
 
 
 AHEAD_IN = 2
@@ -225,6 +233,24 @@ def exp(b: Any, x: Any) -> Any:
     p = fma(b, b.fmul(p, r), r, b.fadd(r, constant(1.0)))
     exponent = b.shl(b.add(b.fptosi(n, VI32), integers(127)), integers(23))
     return b.fmul(p, b.bitcast(exponent, VF32))
+
+
+def exp2(b: Any, x: Any) -> Any:
+    """2 to the power x <= 0, relative error under 2e-7, 2**0 = 1; x below -126 counts as -126.
+
+    Of the operations of which processors have fewest units it takes five, those of the polynomial
+    (of degree 5, made for the least relative error).
+    """
+    # As unsigned integers negative floats are in the order of their magnitudes.
+    bits, lowest = b.bitcast(x, VI32), b.bitcast(constant(-126.0), VI32)
+    x = b.bitcast(b.select(b.icmp_unsigned("<", bits, lowest), bits, lowest), VF32)
+    shifted = b.fadd(x, constant(MAGIC))
+    r = b.fsub(x, b.fsub(shifted, constant(MAGIC)))
+    p = constant(1.326472731307149e-3)
+    for c in (9.671512991189957e-3, 5.550733581185341e-2, 0.24022242426872253, 0.69314700365, 1.0):
+        p = fma(b, p, r, constant(c))
+    exponent = b.shl(b.bitcast(shifted, VI32), integers(23))
+    return b.bitcast(b.add(b.bitcast(p, VI32), exponent), VF32)
 
 
 def load_bfloat16(b: Any, address: Any, byte_offset: Any) -> Any:
