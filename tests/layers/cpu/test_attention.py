@@ -32,7 +32,7 @@ def attend_all():
         kv, tasks, q, positions, tables, step, units, k, v, num_kv_heads, group, dim, where, threads
     ):
         partial = np.full((len(tasks), group * dim), np.nan, np.float32)
-        states = np.full((len(tasks), 4 * group), np.nan, np.float32)
+        states = np.full((len(tasks), 2 * group), np.nan, np.float32)
         for thread in numba.prange(threads):
             scratch = np.full(scratch_size(group, dim), np.nan, np.float32)
             for t in range(thread, len(tasks), threads):

@@ -26,16 +26,21 @@ from flashpage.layers.cpu.attention_vectors import (
     scores_4,
     scores_6,
     scores_6_of_unit,
-    softmax_1,
-    softmax_2,
-    softmax_3,
-    softmax_4,
-    softmax_6,
+    tops_1,
+    tops_2,
+    tops_3,
+    tops_4,
+    tops_6,
     values_1,
     values_2,
     values_3,
     values_4,
     values_6,
+    weights_1,
+    weights_2,
+    weights_3,
+    weights_4,
+    weights_6,
 )
 from flashpage.layers.cpu.dots import X_BYTES, XS_BYTES
 from flashpage.layers.cpu.linear import EXACT, scales_of
@@ -83,33 +88,31 @@ def _scores(kv, n, q, s, units, count, dim):  # type: ignore[no-untyped-def]
 
 
 @jit(**EXACT)
-def _seen(row, group, position, first, end):  # type: ignore[no-untyped-def]
-    """How many of the keys `first ... end` a row of a task sees."""
-    return min(position + row // group + 1, end) - first
+def _tops(n, s, seen, count, state, step):  # type: ignore[no-untyped-def]
+    if n == 6:
+        tops_6(s, seen, count, state, step)
+    elif n == 4:
+        tops_4(s, seen, count, state, step)
+    elif n == 3:
+        tops_3(s, seen, count, state, step)
+    elif n == 2:
+        tops_2(s, seen, count, state, step)
+    else:
+        tops_1(s, seen, count, state, step)
 
 
 @jit(**EXACT)
-def _softmax(n, row, group, position, first, end, count, s, state, step):  # type: ignore[no-untyped-def]
-    """Softmax of n rows (`_at_once`) from `row` on."""
-    seen_0 = _seen(row, group, position, first, end)
-    if n == 1:
-        softmax_1(s, (seen_0,), count, state, step)
-        return
-    seen_1 = _seen(row + 1, group, position, first, end)
-    if n == 2:
-        softmax_2(s, (seen_0, seen_1), count, state, step)
-        return
-    seen_2 = _seen(row + 2, group, position, first, end)
-    if n == 3:
-        softmax_3(s, (seen_0, seen_1, seen_2), count, state, step)
-        return
-    seen_3 = _seen(row + 3, group, position, first, end)
-    if n == 4:
-        softmax_4(s, (seen_0, seen_1, seen_2, seen_3), count, state, step)
-        return
-    seen_4 = _seen(row + 4, group, position, first, end)
-    seen_5 = _seen(row + 5, group, position, first, end)
-    softmax_6(s, (seen_0, seen_1, seen_2, seen_3, seen_4, seen_5), count, state, step)
+def _weights(n, s, seen, count, state, step):  # type: ignore[no-untyped-def]
+    if n == 6:
+        weights_6(s, seen, count, state, step)
+    elif n == 4:
+        weights_4(s, seen, count, state, step)
+    elif n == 3:
+        weights_3(s, seen, count, state, step)
+    elif n == 2:
+        weights_2(s, seen, count, state, step)
+    else:
+        weights_1(s, seen, count, state, step)
 
 
 @jit(**EXACT)
@@ -149,38 +152,41 @@ def _unit(table, index, units_per_block):  # type: ignore[no-untyped-def]
 
 
 @jit(**EXACT)
-def _attend_split(  # type: ignore[no-untyped-def]
-    kv, q, rows, group, position, dim, first, end, units, s, o, state
-):
-    """Keys `first ... end` of one split for rows of one kv head, into o and state.
+def _attend_split(kv, q, begin, rows, dim, seen, units, s, o, state):  # type: ignore[no-untyped-def]
+    """One split's keys for rows `begin ... rows` of one kv head, into o and state.
 
     The keys that come next are asked for meanwhile, those of the next split too.
 
-    Row r is query head `r % group` of the token at `position + r // group`. units: address of those
-    of the head's K, then V, in the units of the split and in the AHEAD after. s, o, state: addresses
-    of float32 `[rows, SPLIT]`, `[rows, dim]` and `[4, rows]` (see `softmax`).
+    seen: int64 `[rows]`, how many of the keys a row sees. units: address of the addresses of the
+    head's K, then V, in the units of the split and in the AHEAD after. s, o, state: addresses of
+    float32 `[rows, SPLIT]`, `[rows, dim]` and `[5, rows]` (see `tops`).
     """
     step = rows * 4
-    row = begin = max(0, first - position) * group  # rows before see none of these keys
+    row = begin
     while row < rows:
         n = _at_once(rows - row)
-        count = _seen(row + n - 1, group, position, first, end)
+        count = seen[row + n - 1]
         _scores(kv, n, q + row * dim * 4, s + row * SPLIT * 4, units, count, dim)
         row += n
+    # Each a loop of its own: what one call waits for at its end, others do meanwhile.
     row = begin
     while row < rows:
         n = _at_once(rows - row)
-        count = _seen(row + n - 1, group, position, first, end)
-        s_row = s + row * SPLIT * 4
-        _softmax(n, row, group, position, first, end, count, s_row, state + row * 4, step)
+        count, seen_at = seen[row + n - 1], seen.ctypes.data + row * 8
+        _tops(n, s + row * SPLIT * 4, seen_at, count, state + row * 4, step)
         row += n
     row = begin
     while row < rows:
         n = _at_once(rows - row)
-        count = _seen(row + n - 1, group, position, first, end)
+        count, seen_at = seen[row + n - 1], seen.ctypes.data + row * 8
+        _weights(n, s + row * SPLIT * 4, seen_at, count, state + row * 4, step)
+        row += n
+    row = begin
+    while row < rows:
+        n = _at_once(rows - row)
         _values(
-            kv, n, s + row * SPLIT * 4, count, units + _TABLE * 8, dim, o + row * dim * 4,
-            state + row * 4, step,
+            kv, n, s + row * SPLIT * 4, seen[row + n - 1], units + _TABLE * 8, dim,
+            o + row * dim * 4, state + row * 4, step,
         )  # fmt: skip
         row += n
 
@@ -308,7 +314,7 @@ def request_keys(  # type: ignore[no-untyped-def]
 @jit(**EXACT)
 def scratch_size(group, dim):  # type: ignore[no-untyped-def]
     """float32 that `attend` needs."""
-    return 4 * _TABLE + max(1, MAX_ROWS // group) * group * (SPLIT + 2 * dim + 4)
+    return 4 * _TABLE + max(1, MAX_ROWS // group) * group * (2 + SPLIT + 2 * dim + 5)
 
 
 @jit(**EXACT)
@@ -325,19 +331,20 @@ def attend(  # type: ignore[no-untyped-def]
         units_per_block: units of 16 tokens in a page. k, v: addresses of the layer's pages.
         where: addresses of the results of all rows as float32 (0: not wanted), quantised, and of
             those's scales (`row_quantize`); and how many values a row has.
-        partial, state_of_partial: float32 `[group * dim]` and `[4 * group]`, for the result of one
-            split of several, which `join` brings to its place.
+        partial, state_of_partial: float32 `[group * dim]` and `[2 * group]` or more, for the result
+            of one split of several, which `join` brings to its place.
         scratch: float32 `[scratch_size]`.
     """
     sequence, head, first_row, tokens, begin, end = task
     item_size = 2 if len(kv) == 2 else 4
     rows = tokens * group
     units = scratch[: 4 * _TABLE].view(np.int64)
-    rest = scratch[4 * _TABLE :]
+    seen = scratch[4 * _TABLE : 4 * _TABLE + 2 * rows].view(np.int64)
+    rest = scratch[4 * _TABLE + 2 * rows :]
     s = rest.ctypes.data
     q_rows = s + rows * SPLIT * 4
     total = rest[rows * (SPLIT + dim) : rows * (SPLIT + 2 * dim)]
-    state = rest[rows * (SPLIT + 2 * dim) : rows * (SPLIT + 2 * dim + 4)]
+    state = rest[rows * (SPLIT + 2 * dim) : rows * (SPLIT + 2 * dim + 5)]
     for token in range(tokens):
         source = q + ((first_row + token) * where[3] + head * group * dim) * 4
         row_multiply(source, _LOG2_E, q_rows + token * group * dim * 4, group * dim)
@@ -354,13 +361,17 @@ def attend(  # type: ignore[no-untyped-def]
             unit = _unit(table, min(key // 16 + i, last_unit), units_per_block)
             at = (unit * num_kv_heads + head) * 16 * dim * item_size
             units[i], units[_TABLE + i] = k + at, v + at
+        for token in range(tokens):
+            for row in range(token * group, (token + 1) * group):
+                seen[row] = min(position + token + 1, min(key + SPLIT, end)) - key
+        begin_row = max(0, key - position) * group  # rows before see none of these keys
         _attend_split(
-            kv, q_rows, rows, group, position, dim, key, min(key + SPLIT, end), units.ctypes.data,
-            s, total.ctypes.data, state.ctypes.data,
+            kv, q_rows, begin_row, rows, dim, seen, units.ctypes.data, s, total.ctypes.data,
+            state.ctypes.data,
         )  # fmt: skip
     if _is_part(task, positions):
         partial[:] = total
-        state_of_partial[:] = state
+        state_of_partial[: 2 * rows] = state[: 2 * rows]
     else:
         _write(total, state, rows, group, dim, where, first_row, head)
 

@@ -41,7 +41,7 @@ from flashpage.layers.cpu.vectors import (
 )
 
 SPLIT = 128
-"""keys of one call of `softmax` and of `values`: where the work of one row can be cut in two"""
+"""keys of one call of `tops` and all after it: where the work of one row can be cut in two"""
 
 UNITS = SPLIT // LANES
 
@@ -114,7 +114,7 @@ def _make_values(num_rows: int, width: int) -> Any:
         """Bring `sum_t p[row][t] * v[t][:width]` into `o[row][:width]`, each times its factor.
 
         For the first `count` >= 1 of SPLIT keys. p `[num_rows, SPLIT]`, o `[num_rows, dim]`; state
-        and step: see `softmax`. units: address of int64, where the V of the split's units is and
+        and step: see `tops`. units: address of int64, where the V of the split's units is and
         of AHEAD later ones, which are asked for meanwhile, all `offset` bytes further.
         """
         which = kv.count
@@ -156,7 +156,7 @@ def _make_values(num_rows: int, width: int) -> Any:
             for row in range(num_rows):
                 factors = [
                     splat(b, load(b, state, b.add(b.mul(step, i(place)), i(4 * row)), F32, 4))
-                    for place in (2, 3)
+                    for place in (FACTOR, NEW_FACTOR)
                 ]
                 for part in range(across):
                     where = b.add(b.mul(scaled(b, dim, 4), i(row)), i(64 * part))
@@ -176,87 +176,128 @@ def _merged(b: Any, x: Any, y: Any, factor_x: Any, factor_y: Any) -> Any:
     return fma(b, y, factor_y, b.fmul(x, factor_x))
 
 
-def _merged_state(b: Any, m: Any, l: Any, other_m: Any, other_l: Any) -> list[Any]:  # noqa: E741
-    """m and l of the keys of both, and the factors of the one's and the other's values."""
-    top = larger(b, m, other_m)
-    factors = [exp2(b, b.fsub(x, top)) for x in (m, other_m)]
-    return [top, _merged(b, l, other_l, *factors), *factors]
+def _merged_m(b: Any, m: Any, other: Any) -> tuple[Any, Any, Any]:
+    """m of the keys of both, and the factors of the one's and the other's l and values."""
+    top = larger(b, m, other)
+    factor, other_factor = (exp2(b, b.fsub(x, top)) for x in (m, other))
+    return top, factor, other_factor
 
 
-def _make_softmax(num_rows: int) -> Any:
-    few = ir.VectorType(F32, num_rows)
+M, L, FACTOR, NEW_FACTOR, TOP = range(5)
+"""Lines of the state of rows: of the keys before, the largest score and the sum of weights; the
+factors of their values and of those of the split that is worked on; its largest score."""
 
-    def narrowed(b: Any, x: Any) -> Any:
-        lanes = ir.Constant(ir.VectorType(I32, num_rows), list(range(num_rows)))
-        return b.shuffle_vector(x, ir.Constant(VF32, ir.Undefined), lanes)
+_NONE = ir.Constant(VF32, ir.Undefined)
 
-    def widened(b: Any, x: Any) -> Any:
-        lanes = [min(lane, num_rows - 1) for lane in range(LANES)]
-        return b.shuffle_vector(x, ir.Constant(few, ir.Undefined), ir.Constant(VI32, lanes))
 
+class _Softmax:
+    """What the kernels of softmax have in common: rows of scores, each of which sees some keys."""
+
+    def __init__(self, num_rows: int, b: Any, arguments: list[Any]):
+        self.s, seen, self.count, self.state, self.step = arguments
+        self.b, self.rows = b, range(num_rows)
+        self.seen = [load(b, seen, i(8 * row), I64, 8) for row in self.rows]
+        self.few = ir.VectorType(F32, num_rows)
+
+    def over_keys(self, initial: Any, body: Any) -> Any:
+        """`values[row] = body(row, scores' offset, value, seen lanes or None)`, 16 keys at a time.
+
+        Returns what `reduce_rows` takes.
+        """
+        b = self.b
+        whole = b.and_(self.seen[0], i(-LANES))  # later rows see no fewer keys
+
+        def some(masked: bool) -> Any:
+            def turn(at: Any, values: list[Any]) -> list[Any]:
+                new = []
+                for row in self.rows:
+                    seen = None
+                    if masked:
+                        left = splat(b, b.trunc(b.sub(self.seen[row], at), I32))
+                        lanes = ir.Constant(VI32, list(range(LANES)))
+                        seen = b.icmp_signed("<", lanes, left)
+                    where = b.add(i(4 * SPLIT * row), scaled(b, at, 4))
+                    new.append(body(row, where, values[row], seen))
+                return new
+
+            return turn
+
+        values = loop(b, whole, LANES, [initial] * len(self.rows), some(False), start=i(0))
+        return loop(b, self.count, LANES, values, some(True), start=whole)
+
+    def line(self, line: int) -> Any:
+        value = load(self.b, self.state, self.b.mul(self.step, i(line)), self.few, 4)
+        lanes = [min(lane, len(self.rows) - 1) for lane in range(LANES)]
+        undefined = ir.Constant(self.few, ir.Undefined)
+        return self.b.shuffle_vector(value, undefined, ir.Constant(VI32, lanes))
+
+    def set_line(self, line: int, value: Any) -> None:
+        lanes = ir.Constant(ir.VectorType(I32, len(self.rows)), list(self.rows))
+        value = self.b.shuffle_vector(value, _NONE, lanes)
+        store(self.b, value, self.state, self.b.mul(self.step, i(line)), 4)
+
+
+def _make_tops(num_rows: int) -> Any:
     @intrinsic
-    def softmax(typing_context, s, valid, count, state, step):  # type: ignore[no-untyped-def]
-        """Of each row the first `valid[row]` >= 1 of SPLIT scores become weights; then 0.
+    def tops(typing_context, s, seen, count, state, step):  # type: ignore[no-untyped-def]
+        """The largest of each row's first `seen[row]` >= 1 scores, to TOP; M and factors with it.
 
-        Up to `count` >= all of valid, a tuple. s `[num_rows, SPLIT]`. state: address of float32 m
-        and l of the keys before, brought up to date, and of the factors of the values before and
-        of these ones; the rows are neighbours, m and l and so on `step` bytes apart.
+        s `[num_rows, SPLIT]`; seen: address of int64 `[num_rows]`, in ascending order, at most
+        `count`; state: of the first row, whose lines are `step` bytes apart.
         """
 
         def emit(b: Any, arguments: list[Any]) -> None:
-            s, count, state, step, *valid = arguments
-            rows = range(num_rows)
-            valid = [splat(b, b.trunc(x, I32)) for x in valid]
-            lanes = ir.Constant(VI32, list(range(LANES)))
-
-            def seen(at: Any) -> list[Any]:
-                indices = b.add(lanes, splat(b, b.trunc(at, I32)))
-                return [b.icmp_signed("<", indices, x) for x in valid]
-
-            def where(row: int, at: Any) -> Any:
-                return b.add(i(4 * SPLIT * row), scaled(b, at, 4))
-
-            def find_top(at: Any, tops: list[Any]) -> list[Any]:
-                new = []
-                for row, is_seen in zip(rows, seen(at), strict=True):
-                    x = load(b, s, where(row, at), VF32, 4)
-                    new.append(larger(b, tops[row], b.select(is_seen, x, lowest)))
-                return new
-
+            rows = _Softmax(num_rows, b, arguments)
             lowest = constant(float("-inf"))
-            tops = loop(b, count, LANES, [lowest] * num_rows, find_top)
-            tops = reduce_rows(b, tops, larger)
-            of_row = [
-                b.shuffle_vector(
-                    tops, ir.Constant(VF32, ir.Undefined), ir.Constant(VI32, [row] * LANES)
-                )
-                for row in rows
-            ]
 
-            def weigh(at: Any, totals: list[Any]) -> list[Any]:
-                new = []
-                for row, is_seen in zip(rows, seen(at), strict=True):
-                    x = b.fsub(load(b, s, where(row, at), VF32, 4), of_row[row])
-                    weight = b.select(is_seen, exp2(b, x), ZERO)
-                    store(b, weight, s, where(row, at), 4)
-                    new.append(b.fadd(totals[row], weight))
-                return new
+            def body(row: int, where: Any, top: Any, seen: Any) -> Any:
+                x = load(b, rows.s, where, VF32, 4)
+                return larger(b, top, x if seen is None else b.select(seen, x, lowest))
 
-            totals = loop(b, count, LANES, [ZERO] * num_rows, weigh)
-            totals = reduce_rows(b, totals, lambda b, x, y: b.fadd(x, y))
-            m, l = (widened(b, load(b, state, at, few, 4)) for at in (i(0), step))  # noqa: E741
-            for place, value in enumerate(_merged_state(b, m, l, tops, totals)):
-                store(b, narrowed(b, value), state, b.mul(step, i(place)), 4)
+            top = reduce_rows(b, rows.over_keys(lowest, body), larger)
+            m, factor, new_factor = _merged_m(b, rows.line(M), top)
+            for line, value in ((M, m), (FACTOR, factor), (NEW_FACTOR, new_factor), (TOP, top)):
+                rows.set_line(line, value)
 
         def generate(context, b, signature, arguments):  # type: ignore[no-untyped-def]
-            s, valid, *others = arguments
-            valid = [b.extract_value(valid, row) for row in range(num_rows)]
-            outlined(b, f"flashpage_softmax_{num_rows}", [s, *others, *valid], emit)
+            outlined(b, f"flashpage_tops_{num_rows}", arguments, emit)
             return context.get_dummy_value()
 
-        return types.void(i64, types.UniTuple(i64, num_rows), i64, i64, i64), generate
+        return types.void(*[i64] * 5), generate
 
-    return softmax
+    return tops
+
+
+def _make_weights(num_rows: int) -> Any:
+    @intrinsic
+    def weights(typing_context, s, seen, count, state, step):  # type: ignore[no-untyped-def]
+        """After `tops`: weights instead of scores, 0 from `seen[row]` to `count`; L with them."""
+
+        def emit(b: Any, arguments: list[Any]) -> None:
+            rows = _Softmax(num_rows, b, arguments)
+            tops = [
+                splat(b, load(b, rows.state, b.add(b.mul(rows.step, i(TOP)), i(4 * row)), F32, 4))
+                for row in rows.rows
+            ]
+
+            def body(row: int, where: Any, total: Any, seen: Any) -> Any:
+                weight = exp2(b, b.fsub(load(b, rows.s, where, VF32, 4), tops[row]))
+                if seen is not None:
+                    weight = b.select(seen, weight, ZERO)
+                store(b, weight, rows.s, where, 4)
+                return b.fadd(total, weight)
+
+            total = reduce_rows(b, rows.over_keys(ZERO, body), lambda b, x, y: b.fadd(x, y))
+            factors = rows.line(FACTOR), rows.line(NEW_FACTOR)
+            rows.set_line(L, _merged(b, rows.line(L), total, *factors))
+
+        def generate(context, b, signature, arguments):  # type: ignore[no-untyped-def]
+            outlined(b, f"flashpage_weights_{num_rows}", arguments, emit)
+            return context.get_dummy_value()
+
+        return types.void(*[i64] * 5), generate
+
+    return weights
 
 
 @intrinsic
@@ -300,24 +341,25 @@ def row_copy(typing_context, x, out, n):  # type: ignore[no-untyped-def]
 def merge_row(typing_context, x, x_state, y, y_state, step, n):  # type: ignore[no-untyped-def]
     """Bring a row's result of other keys, y, into x, n float32 each, n a multiple of 16.
 
-    x_state and y_state: addresses of m, and `step` bytes further l; x's are brought up to date.
+    x_state and y_state: addresses of M, and `step` bytes further L; x's are brought up to date.
     """
 
     def emit(b: Any, arguments: list[Any]) -> None:
         x, x_state, y, y_state, step, n = arguments
-        states = [
+        m, l, other_m, other_l = (  # noqa: E741
             splat(b, load(b, state, at, F32, 4))
             for state in (x_state, y_state)
             for at in (i(0), step)
-        ]
-        *merged, factor_x, factor_y = _merged_state(b, *states)
+        )
+        m, factor, other_factor = _merged_m(b, m, other_m)
+        merged = m, _merged(b, l, other_l, factor, other_factor)
         for at, value in zip((i(0), step), merged, strict=True):
             store(b, b.extract_element(value, ir.Constant(I32, 0)), x_state, at, 4)
 
         def body(at: Any, _: list[Any]) -> list[Any]:
             where = scaled(b, at, 4)
             old, other = (load(b, address, where, VF32, 4) for address in (x, y))
-            store(b, _merged(b, old, other, factor_x, factor_y), x, where, 4)
+            store(b, _merged(b, old, other, factor, other_factor), x, where, 4)
             return []
 
         loop(b, n, LANES, [], body)
@@ -414,6 +456,7 @@ def store_key(typing_context, kv, x, out, dim):  # type: ignore[no-untyped-def]
 
 scores_1, scores_2, scores_3, scores_4, scores_6 = (_make_scores(n, 4) for n in (1, 2, 3, 4, 6))
 scores_6_of_unit = _make_scores(6, 1)
-softmax_1, softmax_2, softmax_3, softmax_4, softmax_6 = (_make_softmax(n) for n in (1, 2, 3, 4, 6))
+tops_1, tops_2, tops_3, tops_4, tops_6 = (_make_tops(n) for n in (1, 2, 3, 4, 6))
+weights_1, weights_2, weights_3, weights_4, weights_6 = (_make_weights(n) for n in (1, 2, 3, 4, 6))
 values_1, values_2, values_3, values_4, values_6 = (_make_values(n, 64) for n in (1, 2, 3, 4, 6))
 narrow_values_1, narrow_values_3 = (_make_values(n, 32) for n in (1, 3))

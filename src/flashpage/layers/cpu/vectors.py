@@ -190,27 +190,46 @@ def outlined(
 
 
 def loop(
-    b: Any, stop: Any, step: int, initial: Sequence[Any], body: Callable[[Any, list[Any]], Any]
+    b: Any,
+    stop: Any,
+    step: int,
+    initial: Sequence[Any],
+    body: Callable[[Any, list[Any]], Any],
+    start: Any = None,
 ) -> list[Any]:
-    """`for at in range(0, stop, step)`, at least once; carries values from turn to turn."""
+    """`for at in range(start, stop, step)`; carries values from turn to turn.
+
+    Without `start`, from 0, and at least once.
+    """
     before = b.block
     inside, after = b.append_basic_block("loop"), b.append_basic_block("after")
-    b.branch(inside)
+    if start is None:
+        b.branch(inside)
+    else:
+        b.cbranch(b.icmp_signed("<", start, stop), inside, after)
     b.position_at_end(inside)
     at = b.phi(I64)
-    at.add_incoming(i(0), before)
+    at.add_incoming(i(0) if start is None else start, before)
     carried = []
     for value in initial:
         carried.append(b.phi(value.type))
         carried[-1].add_incoming(value, before)
     new = list(body(at, carried))
+    last = b.block
     following = b.add(at, i(step))
-    at.add_incoming(following, b.block)
+    at.add_incoming(following, last)
     for phi, value in zip(carried, new, strict=True):
-        phi.add_incoming(value, b.block)
+        phi.add_incoming(value, last)
     b.cbranch(b.icmp_signed("<", following, stop), inside, after)
     b.position_at_end(after)
-    return new
+    if start is None:
+        return new
+    results = []
+    for old, value in zip(initial, new, strict=True):
+        results.append(b.phi(value.type))
+        results[-1].add_incoming(old, before)
+        results[-1].add_incoming(value, last)
+    return results
 
 
 def exp(b: Any, x: Any) -> Any:
