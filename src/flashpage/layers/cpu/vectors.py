@@ -19,6 +19,7 @@ F16, F32 = ir.HalfType(), ir.FloatType()
 I8, I16, I32, I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 VF32, VF16 = ir.VectorType(F32, LANES), ir.VectorType(F16, LANES)
 VI32, VI16, VI8 = (ir.VectorType(t, LANES) for t in (I32, I16, I8))
+V2I16, V4I8 = ir.VectorType(I16, 2 * LANES), ir.VectorType(I8, 4 * LANES)
 ZERO = ir.Constant(VF32, [0.0] * LANES)
 ZERO_I = ir.Constant(VI32, [0] * LANES)
 i64, f32 = types.int64, types.float32
@@ -112,17 +113,26 @@ def reduce_add(b: Any, x: Any) -> Any:
     return b.extract_element(x, ir.Constant(I32, 0))
 
 
-def _sums_of_two(b: Any, x: Any, y: Any) -> list[Any]:
-    """The sums of the lanes of two vectors of integers, in one tree."""
-    low_x, high_x = _halves(b, x, LANES)
-    low_y, high_y = _halves(b, y, LANES)
-    order = ir.Constant(VI32, list(range(LANES)))
-    total = b.shuffle_vector(b.add(low_x, high_x), b.add(low_y, high_y), order)
-    undefined = ir.Constant(VI32, ir.Undefined)
-    for distance in (4, 2, 1):
-        moved = [lane ^ distance for lane in range(LANES)]
-        total = b.add(total, b.shuffle_vector(total, undefined, ir.Constant(VI32, moved)))
-    return [b.extract_element(total, ir.Constant(I32, lane)) for lane in (0, 8)]
+def _words(b: Any, x: Any, y: Any) -> Any:
+    """The lower 16 bits of x's lanes, then of y's."""
+    both = [b.bitcast(vector, V2I16) for vector in (x, y)]
+    return b.shuffle_vector(*both, ir.Constant(ir.VectorType(I32, 32), list(range(0, 64, 2))))
+
+
+def _sums_of_two(b: Any, words: Any) -> Any:
+    """Of the first 16 words, of the others, and of all: as int32 `[any, all, first, others]`."""
+    undefined = ir.Constant(V2I16, ir.Undefined)
+    for distance in (8, 4, 2, 1):
+        moved = ir.Constant(ir.VectorType(I32, 32), [lane ^ distance for lane in range(32)])
+        words = b.add(words, b.shuffle_vector(words, undefined, moved))
+    four = ir.VectorType(I32, 4)
+    first, others = (
+        b.sext(b.shuffle_vector(words, undefined, ir.Constant(four, [lane] * 4)), four)
+        for lane in (0, 16)
+    )
+    total = b.add(first, others)
+    sums = b.shuffle_vector(first, others, ir.Constant(four, [0, 0, 0, 4]))
+    return b.shuffle_vector(sums, total, ir.Constant(four, [4, 4, 2, 3]))
 
 
 def larger(b: Any, x: Any, y: Any) -> Any:
@@ -407,20 +417,24 @@ def row_quantize(typing_context, x, q, xs, n):  # type: ignore[no-untyped-def]
             scale = b.bitcast(b.select(is_number, scale, nan), F32)
             row = b.add(scaled(b, at, 2), q)
             values = []
-            for half, part in enumerate(parts):
+            for part in parts:
                 rounded = unary(b, "rint", b.fmul(part, inverse))
                 # NaN becomes a number here: its scale says what it was.
                 rounded = minimum(b, maximum(b, rounded, constant(-2048.0)), constant(2047.0))
                 values.append(b.fptosi(rounded, VI32))
-                high, low = b.ashr(values[-1], integers(4)), b.and_(values[-1], integers(15))
-                store(b, b.trunc(high, VI8), row, i(16 * half), 1)
-                store(b, b.trunc(low, VI8), row, i(32 + 16 * half), 1)
-            sums = _sums_of_two(b, *values)
-            block = scaled(b, at, 8)  # 256 bytes per 32 values
-            store(b, b.fmul(scale, ir.Constant(F32, MAGIC)), xs, block, 4)
-            for place, total in enumerate((b.add(*sums), *sums)):
-                value = b.fmul(scale, b.sitofp(total, F32))
-                store(b, value, xs, b.add(block, i(4 + 4 * place)), 4)
+            words = _words(b, *values)
+            high = b.ashr(words, ir.Constant(V2I16, [4] * 32))
+            low = b.and_(words, ir.Constant(V2I16, [15] * 32))
+            pieces = [b.bitcast(piece, V4I8) for piece in (high, low)]
+            lower_bytes = ir.Constant(ir.VectorType(I32, 64), list(range(0, 128, 2)))
+            store(b, b.shuffle_vector(*pieces, lower_bytes), row, i(0), 1)
+            # No sum is beyond 16 bits: 16 times -2,048 is -32,768.
+            sums = b.sitofp(_sums_of_two(b, words), ir.VectorType(F32, 4))
+            sums = b.insert_element(sums, ir.Constant(F32, MAGIC), ir.Constant(I32, 0))
+            factor = ir.Constant(ir.VectorType(F32, 4), ir.Undefined)
+            factor = b.insert_element(factor, scale, ir.Constant(I32, 0))
+            factor = b.shuffle_vector(factor, factor, ir.Constant(ir.VectorType(I32, 4), [0] * 4))
+            store(b, b.fmul(sums, factor), xs, scaled(b, at, 8), 4)  # 256 bytes per 32 values
             return []
 
         loop(b, n, 32, [], body)
