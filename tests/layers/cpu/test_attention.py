@@ -137,6 +137,27 @@ def test_a_row_has_the_same_bits_in_any_company(dtype):
         )
 
 
+def test_powers_of_two():
+    """Merging 1 into 0, whose largest score is d more, gives 2**-d."""
+    import numba
+
+    merge_row = kernels("flashpage.layers.cpu.attention_vectors").merge_row
+
+    @numba.njit
+    def merge_all(d, out, ones, states):
+        for i in range(len(d)):
+            states[0], states[1], states[2], states[3] = 0, 1, -d[i], 1
+            at = states.ctypes.data
+            merge_row(out.ctypes.data + i * 64, at, ones.ctypes.data, at + 8, 4, 16)
+
+    d = np.concatenate([np.linspace(0, 130, 100_001), [np.inf]]).astype(np.float32)
+    out = np.zeros((len(d), 16), np.float32)
+    merge_all(d, out, np.ones(16, np.float32), np.empty(4, np.float32))
+    expected = 2.0 ** -np.minimum(d.astype(np.float64), 126)
+    assert (abs(out / expected[:, None] - 1) < 2e-7).all()
+    assert (out[0] == 1).all()
+
+
 def test_huge_scores():
     step = Step([(300, 1), (0, 90)], (2, 1), 64, torch.float32, 16)
     for q in step.q:
