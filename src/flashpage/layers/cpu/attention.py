@@ -162,17 +162,13 @@ def _attend_split(kv, q, begin, rows, dim, seen, units, s, o, state):  # type: i
     float32 `[rows, SPLIT]`, `[rows, dim]` and `[5, rows]` (see `tops`).
     """
     step = rows * 4
+    # `tops` and `weights` in different loops: what one waits for at its end, others do meanwhile.
     row = begin
     while row < rows:
         n = _at_once(rows - row)
         count = seen[row + n - 1]
         _scores(kv, n, q + row * dim * 4, s + row * SPLIT * 4, units, count, dim)
-        row += n
-    # Each a loop of its own: what one call waits for at its end, others do meanwhile.
-    row = begin
-    while row < rows:
-        n = _at_once(rows - row)
-        count, seen_at = seen[row + n - 1], seen.ctypes.data + row * 8
+        seen_at = seen.ctypes.data + row * 8
         _tops(n, s + row * SPLIT * 4, seen_at, count, state + row * 4, step)
         row += n
     row = begin
