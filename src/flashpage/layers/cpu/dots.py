@@ -129,6 +129,16 @@ def dot(b: Any, form: int, acc: Any, w: Any, x: Any, bits: int) -> Any:
     return _join(b, [b.call(function, list(part)) for part in parts])
 
 
+def request_ahead(b: Any, w: Any, s: Any, block: Any, kind: int) -> None:
+    """Ask for the weights, and their scales, that are needed _AHEAD bytes after this block."""
+    offset = b.add(scaled(b, block, BLOCK_BYTES[kind]), i(_AHEAD))
+    for line in range(0, BLOCK_BYTES[kind], 64):
+        prefetch(b, w, b.add(offset, i(line)), cache_level=AHEAD_IN)
+    offset = scaled(b, b.add(block, i(_AHEAD // BLOCK_BYTES[kind])), SCALE_BYTES[kind])
+    for line in range(0, SCALE_BYTES[kind], 64):
+        prefetch(b, s, b.add(offset, i(line)), cache_level=AHEAD_IN)
+
+
 def weight_vectors(b: Any, address: Any, offset: Any, bits: int) -> list[Any]:
     """The eight vectors of one block, 32 columns four by four."""
     if bits == 8:
@@ -234,12 +244,7 @@ def _make(num_rows: int, kind: int) -> Any:
 
             def body(block: Any, totals: list[Any]) -> list[Any]:
                 offset = scaled(b, block, BLOCK_BYTES[kind])
-                for line in range(0, BLOCK_BYTES[kind], 64):
-                    prefetch(b, w, b.add(offset, i(_AHEAD + line)), cache_level=AHEAD_IN)
-                s_ahead = b.add(block, i(_AHEAD // BLOCK_BYTES[kind]))
-                for line in range(0, SCALE_BYTES[kind], 64):
-                    at = b.add(scaled(b, s_ahead, SCALE_BYTES[kind]), i(line))
-                    prefetch(b, s, at, cache_level=AHEAD_IN)
+                request_ahead(b, w, s, block, kind)
                 vectors = weight_vectors(b, w, offset, bits)
                 # Of each row and half of the block: the sums of high and of low parts.
                 sums = [[[ZERO_I, ZERO_I] for _ in range(num_sums)] for _ in rows]

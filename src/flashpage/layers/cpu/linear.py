@@ -25,7 +25,7 @@ from flashpage.layers.cpu.dots import (
     q8_by_4,
     q8_by_8,
 )
-from flashpage.layers.cpu.packing import Q4, Q4_WIDE, Q6_WIDE, Q8
+from flashpage.layers.cpu.packing import Q4, Q4_WIDE, Q8
 from flashpage.layers.cpu.pairs import (
     PAIR_ROWS,
     UNPACKED_BYTES,
@@ -33,7 +33,10 @@ from flashpage.layers.cpu.pairs import (
     q4_wide_pairs,
     q6_wide_pairs,
     q8_pairs,
-    unpack_words,
+    unpack_q4_wide_words,
+    unpack_q4_words,
+    unpack_q6_wide_words,
+    unpack_q8_words,
 )
 from flashpage.layers.cpu.sync import COUNTERS, all_came, meet
 from flashpage.layers.cpu.tiles import (
@@ -52,9 +55,6 @@ from flashpage.layers.cpu.vectors import row_quantize
 _AMX, _PAIRS = forms.AMX, forms.PAIRS
 EXACT = {"fastmath": False}
 """jit options of kernels whose float32 operations must stay as written, in their order"""
-
-_FOUR_BITS, _EIGHT_BITS = (0,) * Q4_WIDE, (0,) * Q6_WIDE
-"""kinds whose values lie so, as `unpack_words` takes them"""
 
 _CACHED_BYTES = 2**19
 """of activations that are multiplied by all weights before the next rows are: half of a cache that
@@ -159,11 +159,15 @@ def _by_pairs(form, kind, w, s, x, xs, blocks, tiles, out, out_step, add):  # ty
 
 
 @jit(**EXACT)
-def _unpack_words(form, kind, w, out, blocks):  # type: ignore[no-untyped-def]
-    if kind in (Q4, Q4_WIDE):
-        unpack_words(form, _FOUR_BITS, w, out, blocks)
+def _unpack_words(form, kind, w, s, out, blocks):  # type: ignore[no-untyped-def]
+    if kind == Q4:
+        unpack_q4_words(form, w, s, out, blocks)
+    elif kind == Q8:
+        unpack_q8_words(form, w, s, out, blocks)
+    elif kind == Q4_WIDE:
+        unpack_q4_wide_words(form, w, s, out, blocks)
     else:
-        unpack_words(form, _EIGHT_BITS, w, out, blocks)
+        unpack_q6_wide_words(form, w, s, out, blocks)
 
 
 @jit(**EXACT)
@@ -189,7 +193,7 @@ def group_bytes(form, part, group, num_rows, room, done):  # type: ignore[no-unt
     w = part[0] + group * part[3] * part[4]
     if rows_in_pairs(form, num_rows) > 0:
         if not done:
-            _unpack_words(form, part[2], w, room, part[3])
+            _unpack_words(form, part[2], w, part[1] + group * part[3] * part[5], room, part[3])
         return room
     if uses_tiles(form, num_rows) and part[2] in (Q4, Q4_WIDE):
         if not done:

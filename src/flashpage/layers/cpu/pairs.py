@@ -29,6 +29,7 @@ from flashpage.layers.cpu.dots import (
     add_half,
     finish,
     load_scales,
+    request_ahead,
     scale_at,
     sum_of_half,
 )
@@ -81,35 +82,39 @@ def _words(b: Any, w: Any, offset: Any, kind: int) -> list[Any]:
     ]
 
 
-@intrinsic
-def unpack_words(typing_context, form, kind, w, out, num_blocks):  # type: ignore[no-untyped-def]
-    """Blocks of packed weights to UNPACKED_BYTES each; kind: a tuple of as many elements."""
-    which = kind.count
+def _make_unpack(kind: int) -> Any:
+    @intrinsic
+    def unpack(typing_context, form, w, s, out, num_blocks):  # type: ignore[no-untyped-def]
+        """Blocks of packed weights to UNPACKED_BYTES each; their scales, s, are asked for."""
+        which = form.count
 
-    def emit(b: Any, arguments: list[Any]) -> None:
-        w, out, num_blocks = arguments
+        def emit(b: Any, arguments: list[Any]) -> None:
+            w, s, out, num_blocks = arguments
 
-        def body(block: Any, _: list[Any]) -> list[Any]:
-            words = _words(b, w, scaled(b, block, BLOCK_BYTES[which]), which)
-            at = scaled(b, block, UNPACKED_BYTES)
-            for j, vector in enumerate(words):
-                store(b, vector, out, b.add(at, i(64 * j)), 64)
-            offset = integers(WORD_OFFSET * 0x10001)
-            total = ZERO_I  # of w0 w1 + offset (w0 + w1)
-            for even, odd in zip(words[:8:2], words[1:8:2], strict=True):
-                total = _dot(b, total, even, b.add(odd, offset))
-                total = _dot(b, total, odd, offset)
-            store(b, b.sub(ZERO_I, total), out, b.add(at, i(_CORRECTION)), 64)
-            return []
+            def body(block: Any, _: list[Any]) -> list[Any]:
+                request_ahead(b, w, s, block, kind)
+                words = _words(b, w, scaled(b, block, BLOCK_BYTES[kind]), kind)
+                at = scaled(b, block, UNPACKED_BYTES)
+                for j, vector in enumerate(words):
+                    store(b, vector, out, b.add(at, i(64 * j)), 64)
+                offset = integers(WORD_OFFSET * 0x10001)
+                total = ZERO_I  # of w0 w1 + offset (w0 + w1)
+                for even, odd in zip(words[:8:2], words[1:8:2], strict=True):
+                    total = _dot(b, total, even, b.add(odd, offset))
+                    total = _dot(b, total, odd, offset)
+                store(b, b.sub(ZERO_I, total), out, b.add(at, i(_CORRECTION)), 64)
+                return []
 
-        loop(b, num_blocks, 1, [], body)
+            loop(b, num_blocks, 1, [], body)
 
-    def generate(context, b, signature, arguments):  # type: ignore[no-untyped-def]
-        if form.count == forms.PAIRS:
-            outlined(b, f"flashpage_unpack_words_{which}", arguments[2:], emit)
-        return context.get_dummy_value()
+        def generate(context, b, signature, arguments):  # type: ignore[no-untyped-def]
+            if which == forms.PAIRS:
+                outlined(b, f"flashpage_unpack_{kind}", arguments[1:], emit)
+            return context.get_dummy_value()
 
-    return types.void(form, kind, i64, i64, i64), generate
+        return types.void(form, *[i64] * 4), generate
+
+    return unpack
 
 
 class _Block:
@@ -212,3 +217,6 @@ def _make(kind: int) -> Any:
 
 
 q4_pairs, q8_pairs, q4_wide_pairs, q6_wide_pairs = (_make(k) for k in (Q4, Q8, Q4_WIDE, Q6_WIDE))
+unpack_q4_words, unpack_q8_words, unpack_q4_wide_words, unpack_q6_wide_words = (
+    _make_unpack(k) for k in (Q4, Q8, Q4_WIDE, Q6_WIDE)
+)
