@@ -129,14 +129,19 @@ def dot(b: Any, form: int, acc: Any, w: Any, x: Any, bits: int) -> Any:
     return _join(b, [b.call(function, list(part)) for part in parts])
 
 
-def request_ahead(b: Any, w: Any, s: Any, block: Any, kind: int) -> None:
-    """Ask for the weights, and their scales, that are needed _AHEAD bytes after this block."""
-    offset = b.add(scaled(b, block, BLOCK_BYTES[kind]), i(_AHEAD))
+def request_block(b: Any, w: Any, s: Any, block: Any, kind: int) -> None:
+    """Ask for a block of weights and for its scales."""
+    w_at = scaled(b, block, BLOCK_BYTES[kind])
     for line in range(0, BLOCK_BYTES[kind], 64):
-        prefetch(b, w, b.add(offset, i(line)), cache_level=AHEAD_IN)
-    offset = scaled(b, b.add(block, i(_AHEAD // BLOCK_BYTES[kind])), SCALE_BYTES[kind])
+        prefetch(b, w, b.add(w_at, i(line)), cache_level=AHEAD_IN)
+    s_at = scaled(b, block, SCALE_BYTES[kind])
     for line in range(0, SCALE_BYTES[kind], 64):
-        prefetch(b, s, b.add(offset, i(line)), cache_level=AHEAD_IN)
+        prefetch(b, s, b.add(s_at, i(line)), cache_level=AHEAD_IN)
+
+
+def request_ahead(b: Any, w: Any, s: Any, block: Any, kind: int) -> None:
+    """Ask for the weights and scales that are needed _AHEAD bytes after this block."""
+    request_block(b, w, s, b.add(block, i(_AHEAD // BLOCK_BYTES[kind])), kind)
 
 
 def weight_vectors(b: Any, address: Any, offset: Any, bits: int) -> list[Any]:
@@ -164,7 +169,7 @@ def _joined(b: Any, high: Any, low: Any) -> Any:
     return b.add(b.shl(high, integers(4)), low)
 
 
-def _scaled_sum(b: Any, parts: list[Any], magic: Any) -> Any:
+def scaled_sum(b: Any, parts: list[Any], magic: Any) -> Any:
     """`scale * sum` in float32, exactly; parts: 16 x i32, of the sum, or of high and low parts."""
     low, bits = parts[-1], b.bitcast(magic, VI32)
     total = b.fsub(b.bitcast(b.add(low, bits), VF32), magic)
@@ -188,11 +193,10 @@ def sum_of_half(b: Any, xs: Any, xs_at: Any, half: int | None) -> Any:
     return first if half == 0 else b.fsub(scale_at(b, xs, xs_at, 1), first)
 
 
-def add_half(b: Any, total: Any, parts: list[Any], d: Any, m: Any, x_sum: Any, magic: Any) -> Any:
+def add_half(b: Any, total: Any, value: Any, d: Any, m: Any, x_sum: Any) -> Any:
     """`total` and one block's part of it, or that of half a block: the float32 arithmetic that all
-    forms share. parts: see `_scaled_sum`."""
-    total = fma(b, m, x_sum, total)
-    return fma(b, d, _scaled_sum(b, parts, magic), total)
+    forms share."""
+    return fma(b, d, value, fma(b, m, x_sum, total))
 
 
 def add_block(
@@ -207,7 +211,7 @@ def add_block(
     for half, parts in enumerate(sums):
         d, m = scales[2 * half : 2 * half + 2]
         x_sum = sum_of_half(b, xs, xs_at, half if len(sums) == 2 else None)
-        total = add_half(b, total, parts, d, m, x_sum, magic)
+        total = add_half(b, total, scaled_sum(b, parts, magic), d, m, x_sum)
     return total
 
 

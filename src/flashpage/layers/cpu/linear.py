@@ -56,6 +56,9 @@ _AMX, _PAIRS = forms.AMX, forms.PAIRS
 EXACT = {"fastmath": False}
 """jit options of kernels whose float32 operations must stay as written, in their order"""
 
+PAIRS_FROM = 16
+"""rows of a step from which unpacking weights for `pairs` is worth it; from 32 on it pays"""
+
 _CACHED_BYTES = 2**19
 """of activations that are multiplied by all weights before the next rows are: half of a cache that
 a core has to itself"""
@@ -147,15 +150,15 @@ def _by_tiles(  # type: ignore[no-untyped-def]
 
 
 @jit(**EXACT)
-def _by_pairs(form, kind, w, s, x, xs, blocks, tiles, out, out_step, add):  # type: ignore[no-untyped-def]
+def _by_pairs(form, kind, packed, w, s, x, xs, blocks, tiles, out, out_step, add):  # type: ignore[no-untyped-def]
     if kind == Q4:
-        q4_pairs(form, w, s, x, xs, blocks, tiles, out, out_step, add)
+        q4_pairs(form, packed, w, s, x, xs, blocks, tiles, out, out_step, add)
     elif kind == Q8:
-        q8_pairs(form, w, s, x, xs, blocks, tiles, out, out_step, add)
+        q8_pairs(form, packed, w, s, x, xs, blocks, tiles, out, out_step, add)
     elif kind == Q4_WIDE:
-        q4_wide_pairs(form, w, s, x, xs, blocks, tiles, out, out_step, add)
+        q4_wide_pairs(form, packed, w, s, x, xs, blocks, tiles, out, out_step, add)
     else:
-        q6_wide_pairs(form, w, s, x, xs, blocks, tiles, out, out_step, add)
+        q6_wide_pairs(form, packed, w, s, x, xs, blocks, tiles, out, out_step, add)
 
 
 @jit(**EXACT)
@@ -179,19 +182,26 @@ def uses_tiles(form, num_rows):  # type: ignore[no-untyped-def]
 @jit(**EXACT)
 def rows_in_pairs(form, num_rows):  # type: ignore[no-untyped-def]
     """How many rows of a step, the first ones, are multiplied as `pairs` does, and quantised for
-    it. Of rows from a multiple of PAIR_ROWS on it gives the number among those."""
-    return num_rows // PAIR_ROWS * PAIR_ROWS if len(form) == _PAIRS else 0
+    it."""
+    many = len(form) == _PAIRS and num_rows >= PAIRS_FROM
+    return num_rows // PAIR_ROWS * PAIR_ROWS if many else 0
 
 
 @jit(**EXACT)
-def group_bytes(form, part, group, num_rows, room, done):  # type: ignore[no-untyped-def]
+def pairs_among(in_pairs, first, num_rows):  # type: ignore[no-untyped-def]
+    """How many of so many rows from `first` on are among the first in_pairs."""
+    return min(max(in_pairs - first, 0), num_rows)
+
+
+@jit(**EXACT)
+def group_bytes(form, part, group, num_rows, in_pairs, room, done):  # type: ignore[no-untyped-def]
     """Address of a group's weights as kernels for many rows want them, unpacked to `room` if they
     are not so already, and as they are if there are few rows.
 
     done: they are in `room`.
     """
     w = part[0] + group * part[3] * part[4]
-    if rows_in_pairs(form, num_rows) > 0:
+    if in_pairs > 0:
         if not done:
             _unpack_words(form, part[2], w, part[1] + group * part[3] * part[5], room, part[3])
         return room
@@ -204,7 +214,7 @@ def group_bytes(form, part, group, num_rows, room, done):  # type: ignore[no-unt
 
 @jit(**EXACT)
 def multiply_group(  # type: ignore[no-untyped-def]
-    form, part, group, bytes_at, x, xs, num_rows, out, out_step, add, scratch
+    form, part, group, bytes_at, x, xs, num_rows, in_pairs, out, out_step, add, scratch
 ):
     """16 output columns of all rows: group `group` of one packed weight.
 
@@ -213,7 +223,8 @@ def multiply_group(  # type: ignore[no-untyped-def]
         part: int64: address of blocks, of scales, kind, blocks per row, bytes of a block, bytes of
             a block's scales.
         bytes_at: `group_bytes` of the group.
-        x, xs: addresses of the rows' integers and of their scales (`scales_of`).
+        x, xs: addresses of the rows' integers (`block_of`) and of their scales (`scales_of`).
+        in_pairs: how many of the rows, the first ones, are quantised for `pairs`.
         out: address of the 16 float32 of the first row; rows `out_step` bytes apart.
         add: 1 adds to `out`, 0 replaces it.
         scratch: TILE_BYTES of scratch, aligned to 64.
@@ -222,10 +233,10 @@ def multiply_group(  # type: ignore[no-untyped-def]
     w = part[0] + group * blocks * part[4]
     s = part[1] + group * blocks * part[5]
     x_step = blocks * X_BYTES
-    m = rows_in_pairs(form, num_rows)
+    m = in_pairs
     if m > 0:
         tiles = m // PAIR_ROWS
-        _by_pairs(form, kind, bytes_at, s, x, xs, blocks, tiles, out, out_step, add)
+        _by_pairs(form, kind, w, bytes_at, s, x, xs, blocks, tiles, out, out_step, add)
     if uses_tiles(form, num_rows):
         tiles = num_rows // TILE_ROWS
         _by_tiles(
@@ -255,17 +266,18 @@ def multiply_group(  # type: ignore[no-untyped-def]
 
 @jit(**EXACT)
 def multiply_columns(  # type: ignore[no-untyped-def]
-    form, part, first, last, x, xs, num_rows, out, out_step, add, scratch
+    form, part, first, last, x, xs, num_rows, in_pairs, out, out_step, add, scratch
 ):
     """Output columns `16 * first ... 16 * last` of one packed weight.
 
     scratch: `scratch_bytes`, aligned to 64.
     """
     for group in range(first, last):
-        bytes_at = group_bytes(form, part, group, num_rows, scratch + TILE_BYTES, False)
+        bytes_at = group_bytes(form, part, group, num_rows, in_pairs, scratch + TILE_BYTES, False)
         multiply_group(
-            form, part, group, bytes_at, x, xs, num_rows, out + group * 64, out_step, add, scratch
-        )
+            form, part, group, bytes_at, x, xs, num_rows, in_pairs, out + group * 64, out_step, add,
+            scratch,
+        )  # fmt: skip
 
 
 @jit(**EXACT)
@@ -298,7 +310,9 @@ def _linear_share(  # type: ignore[no-untyped-def]
     if uses_tiles(form, num_rows):
         begin_tiles(form)
     first, last = share(groups, thread, threads)
-    multiply_columns(form, part, first, last, x, xs, num_rows, out, out_step, 0, aligned(room))
+    multiply_columns(
+        form, part, first, last, x, xs, num_rows, in_pairs, out, out_step, 0, aligned(room)
+    )
     if uses_tiles(form, num_rows):
         end_tiles(form)
     room[0] = 0  # it must outlive the addresses in it

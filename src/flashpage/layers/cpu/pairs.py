@@ -30,12 +30,15 @@ from flashpage.layers.cpu.dots import (
     finish,
     load_scales,
     request_ahead,
+    request_block,
     scale_at,
+    scaled_sum,
     sum_of_half,
 )
 from flashpage.layers.cpu.packing import BLOCK_BYTES, Q4, Q4_WIDE, Q6_WIDE, Q8
 from flashpage.layers.cpu.vectors import (
     I32,
+    VF32,
     VI32,
     WORD_OFFSET,
     ZERO,
@@ -155,40 +158,52 @@ class _Block:
         return sums
 
     def add(
-        self, totals: list[Any], sums: list[Any], scales: list[Any], half: int | None, split: bool
+        self, totals: list[Any], sums: list[Any], scales: list[Any], half: int | None, large: bool
     ) -> list[Any]:
-        """The rows' totals with these sums; half: as in `sum_of_half`; split: sums are too large
-        to become floats at once."""
+        """The rows' totals with these sums; half: as in `sum_of_half`; large: of up to 24 bits."""
         b, new = self.b, []
         for m, total in enumerate(totals):
             magic = scale_at(b, self.xs, i(XS_ROW * m), 0)
             x_sum = sum_of_half(b, self.xs, i(XS_ROW * m), half)
-            parts = [sums[m]]
-            if split:
-                parts = [b.ashr(sums[m], integers(4)), b.and_(sums[m], integers(15))]
-            new.append(add_half(b, total, parts, *scales, x_sum, magic))
+            if large:
+                value = b.fmul(b.sitofp(sums[m], VF32), _scale_of(b, magic))
+            else:
+                value = scaled_sum(b, [sums[m]], magic)
+            new.append(add_half(b, total, value, *scales, x_sum))
         return new
+
+
+def _scale_of(b: Any, magic: Any) -> Any:
+    """The power of two s of `MAGIC * s`; of NaN a number, but then sums of activations are NaN."""
+    power = b.and_(b.bitcast(magic, VI32), integers(0xFF800000))
+    return b.bitcast(b.sub(power, integers(23 << 23)), VF32)
 
 
 def _make(kind: int) -> Any:
     @intrinsic
     def pairs_by_16(  # type: ignore[no-untyped-def]
-        typing_context, form, w, s, x, xs, num_blocks, num_tiles, out, out_step, add
+        typing_context, form, packed, w, s, x, xs, num_blocks, num_tiles, out, out_step, add
     ):
-        """`dots`' product for `num_tiles` times PAIR_ROWS rows; w: what `unpack_words` made."""
+        """`dots`' product for `num_tiles` >= 1 times PAIR_ROWS rows.
+
+        w: what unpacking made of weights, and s: their scales; packed: the weights themselves,
+        after which those come that are needed next: they are asked for.
+        """
         which = form.count
 
         def emit(b: Any, arguments: list[Any]) -> None:
-            w, s, x, xs, num_blocks, num_tiles, out, out_step, add = arguments
+            packed, w, s, x, xs, num_blocks, num_tiles, out, out_step, add = arguments
             wants = b.icmp_signed("!=", add, i(0))
 
-            def one_tile(tile: Any, _: list[Any]) -> list[Any]:
+            def one_tile(tile: Any, requests: bool) -> None:
                 tile_x = b.add(x, b.mul(tile, scaled(b, num_blocks, PAIR_ROWS * X_BYTES)))
                 # Scales of 16 rows lie together.
                 group = b.mul(b.lshr(tile, i(1)), scaled(b, num_blocks, XS_BYTES))
                 tile_xs = b.add(xs, b.add(group, b.mul(b.and_(tile, i(1)), i(PAIR_ROWS * XS_ROW))))
 
                 def body(block: Any, totals: list[Any]) -> list[Any]:
+                    if requests:
+                        request_block(b, packed, s, b.add(block, num_blocks), kind)
                     product = _Block(b, w, tile_x, tile_xs, block)
                     scales = load_scales(b, s, block, kind)
                     if kind != Q6_WIDE:
@@ -202,16 +217,21 @@ def _make(kind: int) -> Any:
                 first = b.mul(tile, i(PAIR_ROWS))
                 for m in range(PAIR_ROWS):
                     finish(b, totals[m], out, b.mul(out_step, b.add(first, i(m))), wants)
+
+            def following(tile: Any, _: list[Any]) -> list[Any]:
+                one_tile(tile, requests=False)
                 return []
 
-            loop(b, num_tiles, 1, [], one_tile)
+            one_tile(i(0), requests=True)
+            with b.if_then(b.icmp_signed(">", num_tiles, i(1))):
+                loop(b, num_tiles, 1, [], following, start=i(1))
 
         def generate(context, b, signature, arguments):  # type: ignore[no-untyped-def]
             if which == forms.PAIRS:
                 outlined(b, f"flashpage_pairs_{kind}", arguments[1:], emit)
             return context.get_dummy_value()
 
-        return types.void(form, *[i64] * 9), generate
+        return types.void(form, *[i64] * 10), generate
 
     return pairs_by_16
 

@@ -28,6 +28,7 @@ from flashpage.layers.cpu.linear import (
     group_bytes,
     multiply_columns,
     multiply_group,
+    pairs_among,
     rows_at_once,
     rows_in_pairs,
     scales_bytes,
@@ -100,7 +101,7 @@ def _norm_rows(x, weight, eps, q, xs, first, last, in_pairs, size, room):  # typ
 
 @jit(**EXACT)
 def _project(  # type: ignore[no-untyped-def]
-    form, parts, x, xs, num_rows, out, out_step, add, thread, threads, tickets, room
+    form, parts, x, xs, num_rows, in_pairs, out, out_step, add, thread, threads, tickets, room
 ):
     """This thread's columns of all packed weights of one projection, side by side.
 
@@ -113,7 +114,9 @@ def _project(  # type: ignore[no-untyped-def]
         out_i = out + part[COLUMN] * 4
         if num_rows < TICKET_ROWS:
             first, last = share(part[GROUPS], thread, threads)
-            multiply_columns(form, part, first, last, x, xs, num_rows, out_i, out_step, add, room)
+            multiply_columns(
+                form, part, first, last, x, xs, num_rows, in_pairs, out_i, out_step, add, room
+            )
             continue
         most, pairs = rows_at_once(part[3]), (part[GROUPS] + 1) // 2
         count = (num_rows + most - 1) // most * pairs
@@ -122,10 +125,10 @@ def _project(  # type: ignore[no-untyped-def]
             # Two groups at a time: processors fetch lines of cache by twos.
             row, group = number // pairs * most, number % pairs * 2
             last = min(group + 2, part[GROUPS])
+            rows = min(most, num_rows - row)
             multiply_columns(
-                form, part, group, last, x + row * part[3] * X_BYTES,
-                scales_of(xs, row, part[3]), min(most, num_rows - row), out_i + row * out_step,
-                out_step, add, room,
+                form, part, group, last, x + row * part[3] * X_BYTES, scales_of(xs, row, part[3]),
+                rows, pairs_among(in_pairs, row, rows), out_i + row * out_step, out_step, add, room,
             )  # fmt: skip
             number = take(tickets.ctypes.data + 8 * i)
 
@@ -158,7 +161,7 @@ def _find(parts, column):  # type: ignore[no-untyped-def]
 
 @jit(**EXACT)
 def _gate_and_up(  # type: ignore[no-untyped-def]
-    form, parts, bias, x, xs, num_rows, size, q, qs, thread, threads, tickets, room
+    form, parts, bias, x, xs, num_rows, in_pairs, size, q, qs, thread, threads, tickets, room
 ):
     """This thread's columns of silu(gate) * up, quantised to q and qs.
 
@@ -166,22 +169,22 @@ def _gate_and_up(  # type: ignore[no-untyped-def]
     """
     results = room + TILE_BYTES
     unpacked = results + MLP_ROWS * 256
-    in_pairs = rows_in_pairs(form, num_rows)
     block, last = share(size // BLOCK, thread, threads)
     if num_rows >= TICKET_ROWS:
         block, last = take(tickets.ctypes.data), size // BLOCK
     while block < last:
         for rows_from in range(0, num_rows, MLP_ROWS):
             rows = min(MLP_ROWS, num_rows - rows_from)
+            pairs = pairs_among(in_pairs, rows_from, rows)
             for i in range(4):  # two groups of gate, two of up
                 column = block * 32 + (i % 2) * 16 + (i // 2) * size
                 at, group = _find(parts, column)
                 part = parts[at]
                 space = unpacked + i * part[3] * UNPACKED_BYTES
-                bytes_i = group_bytes(form, part, group, num_rows, space, rows_from > 0)
+                bytes_i = group_bytes(form, part, group, num_rows, pairs, space, rows_from > 0)
                 multiply_group(
                     form, part, group, bytes_i, x + rows_from * part[3] * X_BYTES,
-                    scales_of(xs, rows_from, part[3]), rows, results + i * 64, 256, 0, room,
+                    scales_of(xs, rows_from, part[3]), rows, pairs, results + i * 64, 256, 0, room,
                 )  # fmt: skip
             for row in range(rows):
                 gate = results + row * 256
@@ -289,6 +292,7 @@ def _work(  # type: ignore[no-untyped-def]
             xq,
             xs,
             num_rows,
+            in_pairs,
             qkv,
             qkv_size * 4,
             0,
@@ -349,6 +353,7 @@ def _work(  # type: ignore[no-untyped-def]
             aq,
             aqs,
             num_rows,
+            in_pairs,
             x,
             hidden * 4,
             1,
@@ -371,8 +376,8 @@ def _work(  # type: ignore[no-untyped-def]
         if not alone:
             meet(counter, threads, patience)
         _gate_and_up(
-            form, w[GATE_UP], v[GATE_UP_BIAS], xq, xs, num_rows, intermediate, fq, fqs,
-            thread, threads, tickets[layer, GATE_UP], tile_room,
+            form, w[GATE_UP], v[GATE_UP_BIAS], xq, xs, num_rows, in_pairs, intermediate, fq,
+            fqs, thread, threads, tickets[layer, GATE_UP], tile_room,
         )  # fmt: skip
         _request_columns(w[DOWN], num_rows, thread, threads)
         meet(counter, threads, patience)
@@ -382,6 +387,7 @@ def _work(  # type: ignore[no-untyped-def]
             fq,
             fqs,
             num_rows,
+            in_pairs,
             x,
             hidden * 4,
             1,
