@@ -67,7 +67,9 @@ class HistoryModel(nn.Module):
         generator = torch.Generator().manual_seed(0)
         self._factors = torch.randint(1, PRIME, (VOCAB_SIZE,), generator=generator)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, kv_cache, metadata) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, kv_cache, metadata, rows=None
+    ) -> Tensor:
         self.batches.append(len(input_ids))
         self.before_forward()
         # Key and value of a token are the token itself and its position.
@@ -77,7 +79,7 @@ class HistoryModel(nn.Module):
         for first, last, history in self._histories(kv, kv_cache, metadata):
             assert torch.equal(history[:, 1], torch.arange(len(history)).float()), "wrong pages"
             hidden[first:last, 0] = self.hash(history[:, 0])[len(history) - (last - first) :]
-        return hidden
+        return hidden if rows is None else hidden[rows]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         mixed = hidden.double() * self._factors % PRIME / PRIME

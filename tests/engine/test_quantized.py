@@ -7,9 +7,11 @@ import random
 import pytest
 import torch
 
+from flashpage.cache.kv_cache import KVCache
 from flashpage.engine.llm import LLM
 from flashpage.engine.sampling_params import SamplingParams
 from flashpage.errors import ArgumentError
+from flashpage.layers.attention import SequenceSlice, build_attention_metadata
 from flashpage.layers.cpu import forms
 from flashpage.models.quantized import QuantizedDecoder
 
@@ -79,6 +81,30 @@ def test_tokens_do_not_depend_on_the_company(options, alone):
     assert [o.token_ids for o in again] == alone[::-1]
     if llm.engine.config.enable_prefix_caching:
         assert llm.engine.stats().prefix_hit_tokens > hits
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(
+    "rows", [[0], [39], [2, 40, 41], [40, 43], [], [0, 5, 43], list(range(44))], ids=str
+)
+def test_rows_whose_result_is_wanted(rows, threads, monkeypatch):
+    """They have the same bits as among all, and K and V of all are stored."""
+    monkeypatch.setattr("flashpage.models.quantized.num_threads", lambda: threads)
+    model = tiny().engine.model
+    lengths = (40, 1, 3)
+    slices = [SequenceSlice(0, n, [i * 3, i * 3 + 1, i * 3 + 2]) for i, n in enumerate(lengths)]
+    metadata = build_attention_metadata(slices, 16, torch.device("cpu"))
+    ids = torch.randint(320, (44,))
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    caches = [KVCache(2, 9, 16, 2, 32, torch.bfloat16) for _ in range(2)]
+    for cache in caches:
+        cache.fill_(torch.nan)
+    everything = model(ids, positions, caches[0], metadata)
+    assert everything.isfinite().all()
+    assert torch.equal(model(ids, positions, caches[1], metadata, rows), everything[rows])
+    for name in ("k", "v"):
+        for layers in zip(*(getattr(cache, name) for cache in caches), strict=True):
+            assert torch.equal(*(x.nan_to_num(7) for x in layers))
 
 
 def test_two_engines_in_one_process(alone):

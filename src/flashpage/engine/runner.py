@@ -193,19 +193,20 @@ class Runner:
             return self._replay(self._graphs, shape, decodes, others)
         slices = {chunk: _slice(chunk) for chunk in chunks}
         chunks = sorted(chunks, key=lambda chunk: attention_order(slices[chunk]))
-        hidden = self._forward(chunks, [slices[chunk] for chunk in chunks])
         ends = list(accumulate(chunk.num_tokens for chunk in chunks))
-
-        scores = {
-            i: self._score_prompt(chunk, hidden[end - chunk.num_tokens : end])
-            for i, (chunk, end) in enumerate(zip(chunks, ends, strict=True))
-            if chunk.sequence.next_prompt_logprob is not None
-        }
         sampled_here = [chunk.is_last and chunk.sequence.generates for chunk in chunks]
         rows = [end - 1 for end in compress(ends, sampled_here)]
         sampling = list(compress(chunks, sampled_here))
-        # A row each: they are all rows, in order.
-        chosen = hidden if len(rows) == len(hidden) else hidden[rows]
+        scored = [i for i, c in enumerate(chunks) if c.sequence.next_prompt_logprob is not None]
+        # Of a row each they are all rows, in order.
+        some = len(rows) < ends[-1]
+        wanted = rows if some and not scored else None
+        hidden = self._forward(chunks, [slices[chunk] for chunk in chunks], wanted)
+        scores = {
+            i: self._score_prompt(chunks[i], hidden[ends[i] - chunks[i].num_tokens : ends[i]])
+            for i in scored
+        }
+        chosen = hidden[rows] if some and scored else hidden
         sampled = self._sample(chosen, sampling)
         sequences = [chunk.sequence for chunk in sampling]
         return Launch(chunks, sampled_here, sequences, list(range(len(rows))), sampled, scores)
@@ -302,8 +303,11 @@ class Runner:
                 sampled = self._fetch(sequences, rows)
         return Launch(chunks, sampled_here, sequences, rows, sampled, {})
 
-    def _forward(self, chunks: list[Chunk], slices: list[SequenceSlice]) -> Tensor:
-        """Hidden states `[num_tokens, hidden_size]` of all chunks, one after the other."""
+    def _forward(
+        self, chunks: list[Chunk], slices: list[SequenceSlice], rows: list[int] | None
+    ) -> Tensor:
+        """Hidden states of all chunks, one after the other: of these rows, None: `[num_tokens,
+        hidden_size]`."""
         token_ids: list[int] = []
         positions: list[int] = []
         pending: list[tuple[int, int]] = []
@@ -317,11 +321,11 @@ class Runner:
         metadata = build_attention_metadata(slices, self._kv_cache.block_size, self._device)
         input_ids = torch.tensor(token_ids, device=self._device)
         if pending:
-            places, rows = torch.tensor(pending, device=self._device).unbind(1)
+            places, sampled_rows = torch.tensor(pending, device=self._device).unbind(1)
             # A row without a token (-1) ends its sequence; the host does not know it yet.
-            input_ids[places] = self._sampled[rows].clamp(min=0)
+            input_ids[places] = self._sampled[sampled_rows].clamp(min=0)
         return self._model(
-            input_ids, torch.tensor(positions, device=self._device), self._kv_cache, metadata
+            input_ids, torch.tensor(positions, device=self._device), self._kv_cache, metadata, rows
         )
 
     def _sample(self, hidden: Tensor, chunks: list[Chunk]) -> Sampled:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -166,6 +168,7 @@ class DecoderModel(nn.Module):
         positions: Tensor,
         kv_cache: KVCache,
         metadata: AttentionMetadata,
+        rows: Sequence[int] | None = None,
     ) -> Tensor:
         """Run the new tokens of one step through all layers.
 
@@ -174,16 +177,18 @@ class DecoderModel(nn.Module):
             positions: `[T]` int64, the index of each token in its own sequence.
             kv_cache: the pages; those named by `metadata` are written and read.
             metadata: where each token's K and V go, and what each token may attend to.
+            rows: tokens, in ascending order, whose result is wanted; None: all.
 
         Returns:
-            `[T, hidden_size]`, after the final norm.
+            `[T, hidden_size]`, after the final norm, or `[len(rows), hidden_size]`.
         """
         hidden = self.embed_tokens(input_ids)
         rotation = self.rotary(positions, self.dtype)
         residual = torch.zeros_like(hidden)
         for layer in self.layers:
             hidden, residual = layer(hidden, residual, rotation, kv_cache, metadata)
-        return self.norm.add(hidden, residual)[0]
+        hidden = self.norm.add(hidden, residual)[0]
+        return hidden if rows is None else hidden[rows]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """`[R, hidden_size]` -> `[R, vocab_size]` float32."""

@@ -141,10 +141,12 @@ class QuantizedDecoder(nn.Module):
         positions: Tensor,
         kv_cache: KVCache,
         metadata: AttentionMetadata,
+        rows: Sequence[int] | None = None,
     ) -> Tensor:
         """`[T]` token ids and positions -> `[T, hidden_size]` float32, as `DecoderModel.forward`.
 
-        Every token needs a slot.
+        Every token needs a slot. If each sequence has at most one of `rows`, the last layer only
+        stores K and V of the others.
 
         Raises:
             ArgumentError: a cache of another dtype, or whose `block_size` is no multiple of 16, a
@@ -160,11 +162,15 @@ class QuantizedDecoder(nn.Module):
                 f"input_ids must be from 0 to {config.vocab_size - 1}, got "
                 f"{ids.min()} to {ids.max()}"
             )
+        wanted = np.arange(len(slots)) if rows is None else np.array(rows, np.int64)
+        wanted_starts = np.searchsorted(wanted, starts)
+        if (np.diff(wanted_starts) > 1).any() and len(wanted) < len(slots):
+            return self.forward(input_ids, positions, kv_cache, metadata)[wanted]
         threads = num_threads()
         x = self._embed(input_ids, threads)
         places = positions.numpy()
         self._extend_angles(int(places.max()) + 1)
-        out = torch.empty(len(slots), config.hidden_size)
+        out = torch.empty(len(wanted), config.hidden_size)
         everyone_came = call(
             kernels(_STEP).run,
             threads,
@@ -174,6 +180,8 @@ class QuantizedDecoder(nn.Module):
             slots,
             places,
             starts,
+            wanted,
+            wanted_starts,
             tables,
             kv_cache.block_size // BLOCK_MULTIPLE,
             self._weights,

@@ -32,7 +32,7 @@ def attend_all():
         kv, tasks, q, positions, tables, step, units, k, v, num_kv_heads, group, dim, where, threads
     ):
         partial = np.full((len(tasks), group * dim), np.nan, np.float32)
-        states = np.full((len(tasks), 4 * group), np.nan, np.float32)
+        states = np.full((len(tasks), 2 * group), np.nan, np.float32)
         for thread in numba.prange(threads):
             scratch = np.full(scratch_size(group, dim), np.nan, np.float32)
             for t in range(thread, len(tasks), threads):
@@ -98,7 +98,7 @@ class Step:
             attend_all(), threads, TAGS[self.dtype], tasks, scaled.data_ptr(),
             torch.cat(positions).numpy(), tables.reshape(-1), tables.shape[1],
             self.block_size // 16, self.k.data_ptr(), self.v.data_ptr(), self.hkv, group, self.dim,
-            (out.data_ptr(), packed.data_ptr(), scales.data_ptr(), self.hq * self.dim), threads,
+            (out.data_ptr(), packed.data_ptr(), scales.data_ptr(), self.hq * self.dim, 0), threads,
         )  # fmt: skip
         assert torch.equal(unpacked(packed, scales).reshape(out.shape), quantised(out))
         return list(out.split(np.diff(starts).tolist()))
@@ -135,6 +135,27 @@ def test_a_row_has_the_same_bits_in_any_company(dtype):
         assert torch.equal(
             step.run([i], (len(whole) // 3, len(whole)))[0], whole[len(whole) // 3 :]
         )
+
+
+def test_powers_of_two():
+    """Merging 1 into 0, whose largest score is d more, gives 2**-d."""
+    import numba
+
+    merge_row = kernels("flashpage.layers.cpu.attention_vectors").merge_row
+
+    @numba.njit
+    def merge_all(d, out, ones, states):
+        for i in range(len(d)):
+            states[0], states[1], states[2], states[3] = 0, 1, -d[i], 1
+            at = states.ctypes.data
+            merge_row(out.ctypes.data + i * 64, at, ones.ctypes.data, at + 8, 4, 16)
+
+    d = np.concatenate([np.linspace(0, 130, 100_001), [np.inf]]).astype(np.float32)
+    out = np.zeros((len(d), 16), np.float32)
+    merge_all(d, out, np.ones(16, np.float32), np.empty(4, np.float32))
+    expected = 2.0 ** -np.minimum(d.astype(np.float64), 126)
+    assert (abs(out / expected[:, None] - 1) < 2e-7).all()
+    assert (out[0] == 1).all()
 
 
 def test_huge_scores():

@@ -76,6 +76,25 @@ def test_every_form_gives_the_product_and_the_same_bits(type_name: str) -> None:
         assert torch.equal(out, first), f"{form} differs from {FORMS[0]}"
 
 
+@pytest.mark.parametrize("type_name", KINDS)
+def test_sums_are_exact_at_the_largest_magnitudes(type_name: str) -> None:
+    weight = pack(type_name, raw_rows(type_name, 32, 256), 256)
+    weight.blocks.fill_(63 if type_name == "Q6_K" else 255)
+    weight.blocks[: len(weight.blocks) // 2] &= torch.randint(256, (1,)).to(torch.uint8)
+    x = torch.full((37, 256), 2047.0)
+    x[1::4] = -2047
+    x[2::4, ::2] = -2047
+    x[3::4] *= torch.randint(-1, 2, (256,))
+    first = None
+    for form in FORMS:
+        out = multiply(form, weight, x)
+        expected = x.double() @ weight.dequantize().double().T
+        terms = x.double().abs() @ weight.dequantize().double().abs().T
+        assert ((out - expected).abs() <= 4e-6 * terms + 1e-30).all(), form
+        first = out if first is None else first
+        assert torch.equal(out, first), f"{form} differs from {FORMS[0]}"
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("type_name", KINDS)
 def test_a_row_does_not_depend_on_others(type_name: str, form: str) -> None:

@@ -1,7 +1,7 @@
 """Causal attention over pages for the rows of a step, as numba kernels; imported only with numba.
 
-One order of operations for every row: keys in blocks of 64 from position 0, softmax brought up to
-date block by block, SPLIT keys at a time, whose results are merged in order. Whether a row comes
+One order of operations for every row: softmax of SPLIT keys at a time, from position 0 on, whose
+results are merged in order. Whether a row comes
 alone (its splits may then run on different threads) or among many, its bits are the same.
 """
 
@@ -11,110 +11,139 @@ import numpy as np
 
 from flashpage.attention.cpu.numba_math import jit
 from flashpage.layers.cpu.attention_vectors import (
-    KEYS,
+    AHEAD,
+    LOG2_E,
+    SPLIT,
+    UNITS,
     merge_row,
     narrow_values_1,
-    narrow_values_4,
+    narrow_values_3,
     row_copy,
-    row_expand,
     row_multiply,
     scores_1,
     scores_2,
     scores_3,
     scores_4,
     scores_6,
-    softmax,
+    scores_6_of_unit,
+    tops_1,
+    tops_2,
+    tops_3,
+    tops_4,
+    tops_6,
     values_1,
     values_2,
     values_3,
     values_4,
     values_6,
+    weights_1,
+    weights_2,
+    weights_3,
+    weights_4,
+    weights_6,
 )
-from flashpage.layers.cpu.dots import X_BYTES, XS_BYTES
-from flashpage.layers.cpu.linear import EXACT, scales_of
+from flashpage.layers.cpu.dots import XS_BYTES
+from flashpage.layers.cpu.linear import EXACT, block_of, scales_of
 from flashpage.layers.cpu.packing import BLOCK
 from flashpage.layers.cpu.vectors import request, row_quantize
-
-SPLIT = 128
-"""keys per split: where the work of one row can be cut in two"""
 
 MAX_ROWS = 48
 """rows of one task at most, unless one token alone has more (query heads per kv head)"""
 
-FEW_ROWS = 12
-"""rows up to which 16-bit keys are made float32 as they are used, and not once before"""
+REQUESTED_KEYS = 64
+"""keys whose K and V are asked for before a row's first are worked on"""
+
+_TABLE = UNITS + AHEAD
+"""addresses of K, and of V, that a split needs"""
 
 _NEG_INF = np.float32(-np.inf)
+_LOG2_E = np.float32(LOG2_E)
 
 
 @jit(**EXACT)
-def _scores(kv, n, q, s, k0, k1, k2, k3, n0, n1, n2, n3, dim):  # type: ignore[no-untyped-def]
-    """Scores of up to n rows; returns how many."""
-    if n >= 6:
-        scores_6(kv, q, s, k0, k1, k2, k3, n0, n1, n2, n3, dim)
-        return 6
-    if n >= 4:
-        scores_4(kv, q, s, k0, k1, k2, k3, n0, n1, n2, n3, dim)
-        return 4
-    if n == 3:
-        scores_3(kv, q, s, k0, k1, k2, k3, n0, n1, n2, n3, dim)
+def _at_once(rows):  # type: ignore[no-untyped-def]
+    """How many of `rows` rows are worked on together."""
+    return 6 if rows >= 6 else (4 if rows >= 4 else rows)
+
+
+@jit(**EXACT)
+def _scores(kv, n, q, s, units, count, dim):  # type: ignore[no-untyped-def]
+    """Scores of n rows (`_at_once`) and `count` keys of a split, up to a multiple of 16 or 64."""
+    for first in range(0, count, 64):
+        k, s_first = units + first // 16 * 8, s + first * 4
+        if n == 6:
+            if count - first > 48:
+                scores_6(kv, q, s_first, k, dim)
+            else:
+                for key in range(0, count - first, 16):
+                    scores_6_of_unit(kv, q, s_first + key * 4, k + key // 16 * 8, dim)
+        elif n == 4:
+            scores_4(kv, q, s_first, k, dim)
+        elif n == 3:
+            scores_3(kv, q, s_first, k, dim)
+        elif n == 2:
+            scores_2(kv, q, s_first, k, dim)
+        else:
+            scores_1(kv, q, s_first, k, dim)
+
+
+@jit(**EXACT)
+def _tops(n, s, seen, count, state, step):  # type: ignore[no-untyped-def]
+    if n == 6:
+        tops_6(s, seen, count, state, step)
+    elif n == 4:
+        tops_4(s, seen, count, state, step)
+    elif n == 3:
+        tops_3(s, seen, count, state, step)
     elif n == 2:
-        scores_2(kv, q, s, k0, k1, k2, k3, n0, n1, n2, n3, dim)
+        tops_2(s, seen, count, state, step)
     else:
-        scores_1(kv, q, s, k0, k1, k2, k3, n0, n1, n2, n3, dim)
-    return n
+        tops_1(s, seen, count, state, step)
 
 
 @jit(**EXACT)
-def _values(kv, n, p, count, v, next_v, item_size, dim, o, state):  # type: ignore[no-untyped-def]
-    """Add the values of `count` of 64 keys to n rows, as many as `_scores` takes."""
+def _weights(n, s, seen, count, state, step):  # type: ignore[no-untyped-def]
+    if n == 6:
+        weights_6(s, seen, count, state, step)
+    elif n == 4:
+        weights_4(s, seen, count, state, step)
+    elif n == 3:
+        weights_3(s, seen, count, state, step)
+    elif n == 2:
+        weights_2(s, seen, count, state, step)
+    else:
+        weights_1(s, seen, count, state, step)
+
+
+@jit(**EXACT)
+def _values(kv, n, p, count, units, dim, o, state, step):  # type: ignore[no-untyped-def]
+    """Add the values of `count` keys of a split to n rows (`_at_once`)."""
+    item_size = 2 if len(kv) == 2 else 4
     d = 0
     while d + 64 <= dim:
-        at = d * item_size
+        offset, o_d = d * item_size, o + d * 4
         if n == 6:
-            values_6(
-                kv, p, count, v[0] + at, v[1] + at, v[2] + at, v[3] + at, next_v[0] + at,
-                next_v[1] + at, next_v[2] + at, next_v[3] + at, dim, o + d * 4, state,
-            )  # fmt: skip
+            values_6(kv, p, count, units, offset, dim, o_d, state, step)
         elif n == 4:
-            values_4(
-                kv, p, count, v[0] + at, v[1] + at, v[2] + at, v[3] + at, next_v[0] + at,
-                next_v[1] + at, next_v[2] + at, next_v[3] + at, dim, o + d * 4, state,
-            )  # fmt: skip
+            values_4(kv, p, count, units, offset, dim, o_d, state, step)
         elif n == 3:
-            values_3(
-                kv, p, count, v[0] + at, v[1] + at, v[2] + at, v[3] + at, next_v[0] + at,
-                next_v[1] + at, next_v[2] + at, next_v[3] + at, dim, o + d * 4, state,
-            )  # fmt: skip
+            values_3(kv, p, count, units, offset, dim, o_d, state, step)
         elif n == 2:
-            values_2(
-                kv, p, count, v[0] + at, v[1] + at, v[2] + at, v[3] + at, next_v[0] + at,
-                next_v[1] + at, next_v[2] + at, next_v[3] + at, dim, o + d * 4, state,
-            )  # fmt: skip
+            values_2(kv, p, count, units, offset, dim, o_d, state, step)
         else:
-            values_1(
-                kv, p, count, v[0] + at, v[1] + at, v[2] + at, v[3] + at, next_v[0] + at,
-                next_v[1] + at, next_v[2] + at, next_v[3] + at, dim, o + d * 4, state,
-            )  # fmt: skip
+            values_1(kv, p, count, units, offset, dim, o_d, state, step)
         d += 64
-    while d < dim:
-        at = d * item_size
+    if d < dim:
+        offset = d * item_size
         row = 0
-        while row + 4 <= n:
-            narrow_values_4(
-                kv, p + row * KEYS * 4, count, v[0] + at, v[1] + at, v[2] + at, v[3] + at,
-                next_v[0] + at, next_v[1] + at, next_v[2] + at, next_v[3] + at, dim,
-                o + (row * dim + d) * 4, state + row * 16,
-            )  # fmt: skip
-            row += 4
         while row < n:
-            narrow_values_1(
-                kv, p + row * KEYS * 4, count, v[0] + at, v[1] + at, v[2] + at, v[3] + at,
-                next_v[0] + at, next_v[1] + at, next_v[2] + at, next_v[3] + at, dim,
-                o + (row * dim + d) * 4, state + row * 16,
-            )  # fmt: skip
-            row += 1
-        d += 16
+            p_row, o_row = p + row * SPLIT * 4, o + (row * dim + d) * 4
+            if row + 3 <= n:
+                narrow_values_3(kv, p_row, count, units, offset, dim, o_row, state + row * 4, step)
+                row += 3
+            else:
+                narrow_values_1(kv, p_row, count, units, offset, dim, o_row, state + row * 4, step)
+                row += 1
 
 
 @jit(**EXACT)
@@ -123,121 +152,69 @@ def _unit(table, index, units_per_block):  # type: ignore[no-untyped-def]
 
 
 @jit(**EXACT)
-def _attend_keys(  # type: ignore[no-untyped-def]
-    kv, q, begin_row, rows, group, position, first, end, k, v, next_k, next_v, dim, s, o, state
-):
-    """The 64 keys from `first` on, for rows `begin_row ... rows`; see `_attend_split`.
-
-    k, v: addresses of the head in the four units of these keys; next_k, next_v: of those that come
-    next.
-    """
-    item_size = 2 if len(kv) == 2 else 4
-    s_at, o_at, state_at = s.ctypes.data, o.ctypes.data, state.ctypes.data
-    row = begin_row
-    while row < rows:
-        row += _scores(
-            kv, rows - row, q + row * dim * 4, s_at + row * KEYS * 4, k[0], k[1], k[2], k[3],
-            next_k[0], next_k[1], next_k[2], next_k[3], dim,
-        )  # fmt: skip
-    for row in range(begin_row, rows):
-        valid = min(position + row // group + 1, end) - first
-        softmax(s_at + row * KEYS * 4, min(valid, KEYS), state_at + row * 16)
-    row = begin_row
-    while row < rows:
-        n = rows - row
-        n = 6 if n >= 6 else (4 if n >= 4 else n)
-        valid = min(min(position + (row + n - 1) // group + 1, end) - first, KEYS)
-        _values(
-            kv, n, s_at + row * KEYS * 4, valid, v, next_v, item_size, dim, o_at + row * dim * 4,
-            state_at + row * 16,
-        )  # fmt: skip
-        row += n
-
-
-@jit(**EXACT)
-def _unit_addresses(base, table, unit, last_unit, units_per_block, unit_bytes):  # type: ignore[no-untyped-def]
-    """Of four units of a sequence; the last one stands in for those that are not there."""
-    return (
-        base + _unit(table, min(unit, last_unit), units_per_block) * unit_bytes,
-        base + _unit(table, min(unit + 1, last_unit), units_per_block) * unit_bytes,
-        base + _unit(table, min(unit + 2, last_unit), units_per_block) * unit_bytes,
-        base + _unit(table, min(unit + 3, last_unit), units_per_block) * unit_bytes,
-    )
-
-
-@jit(**EXACT)
-def _expanded(kv, units, dim, room):  # type: ignore[no-untyped-def]
-    """The head in four units as float32 in `room`; returns their addresses there."""
-    size = 16 * dim
-    for i in range(4):
-        row_expand(kv, units[i], room + i * size * 4, size)
-    return room, room + size * 4, room + 2 * size * 4, room + 3 * size * 4
-
-
-@jit(**EXACT)
-def _attend_split(  # type: ignore[no-untyped-def]
-    kv, q, rows, group, position, table, units_per_block, k, v, unit_bytes, dim, begin, end, s, o,
-    state, keys_room,
-):  # fmt: skip
-    """Keys `begin ... end` of one sequence for rows of one kv head, into o and state.
+def _attend_split(kv, q, begin, rows, dim, seen, units, s, o, state):  # type: ignore[no-untyped-def]
+    """One split's keys for rows `begin ... rows` of one kv head, into o and state.
 
     The keys that come next are asked for meanwhile, those of the next split too.
 
-    Row r is query head `r % group` of the token at `position + r // group`. k and v: addresses of
-    the head in unit 0. s, o, state: scratch `[rows, 64]`, `[rows, dim]`, `[rows, 4]` float32;
-    keys_room: address of scratch `[2, 64, dim]` float32.
+    seen: int64 `[rows]`, how many of the keys a row sees. units: address of the addresses of the
+    head's K, then V, in the units of the split and in the AHEAD after. s, o, state: addresses of
+    float32 `[rows, SPLIT]`, `[rows, dim]` and `[5, rows]` (see `tops`).
     """
-    for row in range(rows):
-        state[4 * row], state[4 * row + 1] = _NEG_INF, np.float32(0)
-    o[: rows * dim] = np.float32(0)
-    last_unit, last_of_all = (end - 1) // 16, (position + rows // group - 1) // 16
-    for first in range(begin, end, KEYS):
-        unit = first // 16
-        this_k = _unit_addresses(k, table, unit, last_unit, units_per_block, unit_bytes)
-        this_v = _unit_addresses(v, table, unit, last_unit, units_per_block, unit_bytes)
-        next_k = _unit_addresses(k, table, unit + 4, last_of_all, units_per_block, unit_bytes)
-        next_v = _unit_addresses(v, table, unit + 4, last_of_all, units_per_block, unit_bytes)
-        begin_row = max(0, first - position) * group
-        if len(kv) == 2 and rows > FEW_ROWS:
-            wide_k = _expanded(kv, this_k, dim, keys_room)
-            wide_v = _expanded(kv, this_v, dim, keys_room + KEYS * dim * 4)
-            _attend_keys(
-                (np.int64(0),), q, begin_row, rows, group, position, first, end, wide_k, wide_v,
-                next_k, next_v, dim, s, o, state,
-            )  # fmt: skip
-        else:
-            _attend_keys(
-                kv, q, begin_row, rows, group, position, first, end, this_k, this_v, next_k, next_v,
-                dim, s, o, state,
-            )  # fmt: skip
+    step = rows * 4
+    # `tops` and `weights` in different loops: what one waits for at its end, others do meanwhile.
+    row = begin
+    while row < rows:
+        n = _at_once(rows - row)
+        count = seen[row + n - 1]
+        _scores(kv, n, q + row * dim * 4, s + row * SPLIT * 4, units, count, dim)
+        seen_at = seen.ctypes.data + row * 8
+        _tops(n, s + row * SPLIT * 4, seen_at, count, state + row * 4, step)
+        row += n
+    row = begin
+    while row < rows:
+        n = _at_once(rows - row)
+        count, seen_at = seen[row + n - 1], seen.ctypes.data + row * 8
+        _weights(n, s + row * SPLIT * 4, seen_at, count, state + row * 4, step)
+        row += n
+    row = begin
+    while row < rows:
+        n = _at_once(rows - row)
+        _values(
+            kv, n, s + row * SPLIT * 4, seen[row + n - 1], units + _TABLE * 8, dim,
+            o + row * dim * 4, state + row * 4, step,
+        )  # fmt: skip
+        row += n
 
 
 @jit(**EXACT)
 def _merge(total, total_state, o, state, rows, dim):  # type: ignore[no-untyped-def]
     """Rows of a split into those of all splits before it."""
     for row in range(rows):
-        if state[4 * row] == _NEG_INF and state[4 * row + 1] == 0:
-            continue  # the row sees none of the split's keys
         merge_row(
-            total.ctypes.data + row * dim * 4, total_state.ctypes.data + row * 16,
-            o.ctypes.data + row * dim * 4, state.ctypes.data + row * 16, dim,
+            total.ctypes.data + row * dim * 4, total_state.ctypes.data + row * 4,
+            o.ctypes.data + row * dim * 4, state.ctypes.data + row * 4, rows * 4, dim,
         )  # fmt: skip
 
 
 @jit(**EXACT)
 def _write(total, state, rows, group, dim, where, first_row, head):  # type: ignore[no-untyped-def]
     """Normalised rows to their places, in float32 and quantised; see `attend`."""
-    out, q, xs, row_size = where
+    out, q, xs, row_size, in_pairs = where
     for token in range(rows // group):
         place, column = first_row + token, head * group * dim
         first = place * row_size + column
         for row in range(token * group, (token + 1) * group):
-            row_multiply(total.ctypes.data + row * dim * 4, np.float32(1) / state[4 * row + 1], dim)
+            x = total.ctypes.data + row * dim * 4
+            row_multiply(x, np.float32(1) / state[rows + row], x, dim)
         source = total.ctypes.data + token * group * dim * 4
         if out != 0:
             row_copy(source, out + first * 4, group * dim)
-        scales = scales_of(xs, place, row_size // BLOCK) + column // BLOCK * XS_BYTES
-        row_quantize(source, q + first // BLOCK * X_BYTES, scales, group * dim)
+        first_block, blocks = column // BLOCK, row_size // BLOCK
+        row_quantize(
+            source, block_of(q, place, first_block, blocks, in_pairs),
+            scales_of(xs, place, blocks) + first_block * XS_BYTES, group * dim, place < in_pairs,
+        )  # fmt: skip
 
 
 @jit(**EXACT)
@@ -327,7 +304,7 @@ def request_keys(  # type: ignore[no-untyped-def]
     sequence, head, begin, end = task[0], task[1], task[4], task[5]
     unit_bytes = 16 * dim * (2 if len(kv) == 2 else 4)
     table = tables[sequence * table_step : (sequence + 1) * table_step]
-    for unit in range(begin // 16, (min(begin + KEYS, end) + 15) // 16):
+    for unit in range(begin // 16, (min(begin + REQUESTED_KEYS, end) + 15) // 16):
         at = (_unit(table, unit, units_per_block) * num_kv_heads + head) * unit_bytes
         request(k + at, unit_bytes)
         request(v + at, unit_bytes)
@@ -336,7 +313,7 @@ def request_keys(  # type: ignore[no-untyped-def]
 @jit(**EXACT)
 def scratch_size(group, dim):  # type: ignore[no-untyped-def]
     """float32 that `attend` needs."""
-    return max(1, MAX_ROWS // group) * group * (KEYS + 3 * dim + 8) + 2 * KEYS * dim
+    return 4 * _TABLE + max(1, MAX_ROWS // group) * group * (2 + SPLIT + 2 * dim + 5)
 
 
 @jit(**EXACT)
@@ -352,46 +329,51 @@ def attend(  # type: ignore[no-untyped-def]
         positions: int64 `[num_rows]`. tables: int32, `table_step` pages per sequence.
         units_per_block: units of 16 tokens in a page. k, v: addresses of the layer's pages.
         where: addresses of the results of all rows as float32 (0: not wanted), quantised, and of
-            those's scales (`row_quantize`); and how many values a row has.
-        partial, state_of_partial: float32 `[group * dim]` and `[4 * group]`, for the result of one
-            split of several, which `join` brings to its place.
+            those's scales (`row_quantize`), how many values a row has, and how many rows, the
+            first ones, are quantised for `pairs`.
+        partial, state_of_partial: float32 `[group * dim]` and `[2 * group]` or more, for the result
+            of one split of several, which `join` brings to its place.
         scratch: float32 `[scratch_size]`.
     """
     sequence, head, first_row, tokens, begin, end = task
     item_size = 2 if len(kv) == 2 else 4
-    unit_bytes = num_kv_heads * 16 * dim * item_size
     rows = tokens * group
-    size = rows * dim
-    s = scratch[: rows * KEYS]
-    o = scratch[rows * KEYS : rows * KEYS + size]
-    total = scratch[rows * KEYS + size : rows * KEYS + 2 * size]
-    q_rows = scratch[rows * KEYS + 2 * size : rows * KEYS + 3 * size]
-    state = scratch[rows * KEYS + 3 * size : rows * KEYS + 3 * size + 4 * rows]
-    total_state = scratch[rows * KEYS + 3 * size + 4 * rows : rows * KEYS + 3 * size + 8 * rows]
+    units = scratch[: 4 * _TABLE].view(np.int64)
+    seen = scratch[4 * _TABLE : 4 * _TABLE + 2 * rows].view(np.int64)
+    rest = scratch[4 * _TABLE + 2 * rows :]
+    s = rest.ctypes.data
+    q_rows = s + rows * SPLIT * 4
+    total = rest[rows * (SPLIT + dim) : rows * (SPLIT + 2 * dim)]
+    state = rest[rows * (SPLIT + 2 * dim) : rows * (SPLIT + 2 * dim + 5)]
     for token in range(tokens):
-        column = (first_row + token) * where[3] + head * group * dim
-        row_copy(q + column * 4, q_rows.ctypes.data + token * group * dim * 4, group * dim)
-    keys_room = scratch.ctypes.data + rows * (KEYS + 3 * dim + 8) * 4
+        source = q + ((first_row + token) * where[3] + head * group * dim) * 4
+        row_multiply(source, _LOG2_E, q_rows + token * group * dim * 4, group * dim)
     position = positions[first_row]
     table = tables[sequence * table_step : (sequence + 1) * table_step]
-    head_at = head * 16 * dim * item_size
     if tokens == 1 and begin == 0:  # those of later splits were asked for by the one before
         request_keys(kv, task, tables, table_step, units_per_block, k, v, num_kv_heads, dim)
+    total[:] = np.float32(0)
+    state[:rows], state[rows : 2 * rows] = _NEG_INF, np.float32(0)
+    last_unit = (position + tokens - 1) // 16
     for key in range(begin, end, SPLIT):
+        for i in range(_TABLE):
+            # The last unit stands in for those that are not there.
+            unit = _unit(table, min(key // 16 + i, last_unit), units_per_block)
+            at = (unit * num_kv_heads + head) * 16 * dim * item_size
+            units[i], units[_TABLE + i] = k + at, v + at
+        for token in range(tokens):
+            for row in range(token * group, (token + 1) * group):
+                seen[row] = min(position + token + 1, min(key + SPLIT, end)) - key
+        begin_row = max(0, key - position) * group  # rows before see none of these keys
         _attend_split(
-            kv, q_rows.ctypes.data, rows, group, position, table, units_per_block, k + head_at,
-            v + head_at, unit_bytes, dim, key, min(key + SPLIT, end), s, o, state, keys_room,
+            kv, q_rows, begin_row, rows, dim, seen, units.ctypes.data, s, total.ctypes.data,
+            state.ctypes.data,
         )  # fmt: skip
-        if key == begin:
-            total[:] = o
-            total_state[:] = state
-        else:
-            _merge(total, total_state, o, state, rows, dim)
     if _is_part(task, positions):
         partial[:] = total
-        state_of_partial[:] = total_state
+        state_of_partial[: 2 * rows] = state[: 2 * rows]
     else:
-        _write(total, total_state, rows, group, dim, where, first_row, head)
+        _write(total, state, rows, group, dim, where, first_row, head)
 
 
 @jit(**EXACT)

@@ -1,4 +1,4 @@
-"""The inner loops of attention over pages: scores of 64 keys, their softmax, and adding values.
+"""The inner loops of attention over pages: scores, softmax, and adding values.
 
 Pages are units of 16 tokens. Of each kv head a unit holds K as `[dim, 16]` and V as `[16, dim]`, so
 that 16 keys are the lanes of a vector. Rows (queries) are worked on a few at a time, which changes
@@ -17,36 +17,42 @@ from flashpage.layers.cpu.vectors import (
     AHEAD_IN,
     F32,
     I32,
+    I64,
     LANES,
     VF32,
     VI32,
     ZERO,
     constant,
-    exp,
+    exp2,
     f32,
     fma,
     i,
     i64,
+    larger,
     load,
     load_bfloat16,
     loop,
-    maximum,
     outlined,
     prefetch,
-    reduce_add,
-    reduce_max,
+    reduce_rows,
     scaled,
     splat,
     store,
 )
 
-KEYS = 64
-"""keys of one call of `scores`"""
+SPLIT = 128
+"""keys of one call of `tops` and all after it: where the work of one row can be cut in two"""
+
+UNITS = SPLIT // LANES
+
+AHEAD = 4
+"""units of keys that are asked for while others are worked on"""
 
 FLOAT32_KV, BFLOAT16_KV = 1, 2
 """Kinds of pages; given to kernels as a tuple of that length (as `forms` are)."""
 
-_GROUPS = KEYS // LANES
+LOG2_E = 1.4426950408889634
+"""Queries are multiplied by it, and 2 is raised to scores."""
 
 
 def _load_kv(b: Any, kind: int, address: Any, element: Any) -> Any:
@@ -55,19 +61,21 @@ def _load_kv(b: Any, kind: int, address: Any, element: Any) -> Any:
     return load(b, address, scaled(b, element, 4), VF32, 4)
 
 
-def _make_scores(num_rows: int) -> Any:
+def _make_scores(num_rows: int, num_units: int) -> Any:
     @intrinsic
-    def scores(typing_context, kv, q, s, k0, k1, k2, k3, n0, n1, n2, n3, dim):  # type: ignore[no-untyped-def]
-        """`s[row][:64] = q[row] . k` for 4 units of 16 keys; q `[num_rows, dim]`, s `[.., 64]`.
+    def scores(typing_context, kv, q, s, units, dim):  # type: ignore[no-untyped-def]
+        """`s[row][:16 * num_units] = q[row] . k`; q `[num_rows, dim]`, s `[num_rows, SPLIT]`.
 
-        n0 ... n3: the units that come next, which are asked for meanwhile.
+        units: address of int64, where the K of these units is, and of others up to AHEAD later,
+        which are asked for meanwhile.
         """
         which = kv.count
         turn = 2 if which == BFLOAT16_KV else 1  # values of d whose 16 keys are a cache line
 
         def emit(b: Any, arguments: list[Any]) -> None:
-            q, s, *units, dim = arguments
-            units, next_units = units[:_GROUPS], units[_GROUPS:]
+            q, s, table, dim = arguments
+            units = [load(b, table, i(8 * n), I64, 8) for n in range(num_units)]
+            next_units = [load(b, table, i(8 * (AHEAD + n)), I64, 8) for n in range(num_units)]
             rows = range(num_rows)
             q_rows = [b.add(q, b.mul(scaled(b, dim, 4), i(row))) for row in rows]
 
@@ -80,54 +88,46 @@ def _make_scores(num_rows: int) -> Any:
                     new = []
                     for row in rows:
                         factor = splat(b, load(b, q_rows[row], scaled(b, d, 4), F32, 4))
-                        old = sums[row * _GROUPS : (row + 1) * _GROUPS]
+                        old = sums[row * num_units : (row + 1) * num_units]
                         new += [fma(b, factor, key, x) for key, x in zip(keys, old, strict=True)]
                     sums = new
                 return sums
 
-            sums = loop(b, dim, turn, [ZERO] * (num_rows * _GROUPS), body)
+            sums = loop(b, dim, turn, [ZERO] * (num_rows * num_units), body)
             for at, total in enumerate(sums):
-                store(b, total, s, i(64 * at), 4)
+                row, unit = divmod(at, num_units)
+                store(b, total, s, i(4 * (SPLIT * row + LANES * unit)), 4)
 
         def generate(context, b, signature, arguments):  # type: ignore[no-untyped-def]
-            outlined(b, f"flashpage_scores_{num_rows}_{which}", arguments[1:], emit)
+            name = f"flashpage_scores_{num_rows}_{num_units}_{which}"
+            outlined(b, name, arguments[1:], emit)
             return context.get_dummy_value()
 
-        return types.void(kv, *[i64] * 11), generate
+        return types.void(kv, *[i64] * 4), generate
 
     return scores
 
 
 def _make_values(num_rows: int, width: int) -> Any:
     @intrinsic
-    def values(typing_context, kv, p, count, v0, v1, v2, v3, n0, n1, n2, n3, dim, o, state):  # type: ignore[no-untyped-def]
-        """`o[row][:width] = o[row][:width] * state[row][2] + sum_t p[row][t] * v[t][:width]`.
+    def values(typing_context, kv, p, count, units, offset, dim, o, state, step):  # type: ignore[no-untyped-def]
+        """Bring `sum_t p[row][t] * v[t][:width]` into `o[row][:width]`, each times its factor.
 
-        For the first `count` >= 1 of 64 keys, in units of 16. p `[num_rows, 64]`, v0 ... v3
-        `[16, dim]`, o `[num_rows, dim]`, state `[num_rows, 4]` (`softmax`). n0 ... n3: the units
-        that come next, which are asked for meanwhile.
+        For the first `count` >= 1 of SPLIT keys. p `[num_rows, SPLIT]`, o `[num_rows, dim]`; state
+        and step: see `tops`. units: address of int64, where the V of the split's units is and
+        of AHEAD later ones, which are asked for meanwhile, all `offset` bytes further.
         """
         which = kv.count
 
         def emit(b: Any, arguments: list[Any]) -> None:
-            p, count, *units, dim, o, state = arguments
-            units, next_units = units[:_GROUPS], units[_GROUPS:]
+            p, count, units, offset, dim, o, state, step = arguments
             size = 2 if which == BFLOAT16_KV else 4
             across = width // LANES
-            parts = [
-                b.add(b.mul(scaled(b, dim, 4), i(row)), i(4 * part))
-                for row in range(num_rows)
-                for part in range(0, width, LANES)
-            ]
-
-            def one_of(addresses: list[Any], number: Any) -> Any:
-                chosen = addresses[0]
-                for at, address in enumerate(addresses[1:], 1):
-                    chosen = b.select(b.icmp_signed("==", number, i(at)), address, chosen)
-                return chosen
 
             def one_unit(number: Any, sums: list[Any]) -> list[Any]:
-                v, next_v = one_of(units, number), one_of(next_units, number)
+                at = scaled(b, number, 8)
+                v = b.add(load(b, units, at, I64, 8), offset)
+                next_v = b.add(load(b, units, b.add(at, i(8 * AHEAD)), I64, 8), offset)
                 unit_p = b.add(p, scaled(b, number, 4 * LANES))
                 left = b.sub(count, scaled(b, number, LANES))
                 keys = b.select(b.icmp_signed("<", left, i(LANES)), left, i(LANES))
@@ -143,7 +143,7 @@ def _make_values(num_rows: int, width: int) -> Any:
                     ]
                     new = []
                     for row in range(num_rows):
-                        where = b.add(i(4 * KEYS * row), scaled(b, t, 4))
+                        where = b.add(i(4 * SPLIT * row), scaled(b, t, 4))
                         weight = splat(b, load(b, unit_p, where, F32, 4))
                         old = sums[row * across : (row + 1) * across]
                         new += [fma(b, weight, x, y) for x, y in zip(row_v, old, strict=True)]
@@ -151,79 +151,172 @@ def _make_values(num_rows: int, width: int) -> Any:
 
                 return loop(b, keys, 1, sums, body)
 
-            old = []
-            for at, part in enumerate(parts):
-                rescale = splat(b, load(b, state, i(16 * (at // across) + 8), F32, 4))
-                old.append(b.fmul(load(b, o, part, VF32, 4), rescale))
             num_units = b.udiv(b.add(count, i(LANES - 1)), i(LANES))
-            sums = loop(b, num_units, 1, old, one_unit)
-            for part, total in zip(parts, sums, strict=True):
-                store(b, total, o, part, 4)
+            sums = loop(b, num_units, 1, [ZERO] * (num_rows * across), one_unit)
+            for row in range(num_rows):
+                factors = [
+                    splat(b, load(b, state, b.add(b.mul(step, i(place)), i(4 * row)), F32, 4))
+                    for place in (FACTOR, NEW_FACTOR)
+                ]
+                for part in range(across):
+                    where = b.add(b.mul(scaled(b, dim, 4), i(row)), i(64 * part))
+                    old = load(b, o, where, VF32, 4)
+                    store(b, _merged(b, old, sums[row * across + part], *factors), o, where, 4)
 
         def generate(context, b, signature, arguments):  # type: ignore[no-untyped-def]
             outlined(b, f"flashpage_values_{num_rows}_{width}_{which}", arguments[1:], emit)
             return context.get_dummy_value()
 
-        return types.void(kv, *[i64] * 13), generate
+        return types.void(kv, *[i64] * 8), generate
 
     return values
 
 
+def _merged(b: Any, x: Any, y: Any, factor_x: Any, factor_y: Any) -> Any:
+    return fma(b, y, factor_y, b.fmul(x, factor_x))
+
+
+def _merged_m(b: Any, m: Any, other: Any) -> tuple[Any, Any, Any]:
+    """m of the keys of both, and the factors of the one's and the other's l and values."""
+    top = larger(b, m, other)
+    factor, other_factor = (exp2(b, b.fsub(x, top)) for x in (m, other))
+    return top, factor, other_factor
+
+
+M, L, FACTOR, NEW_FACTOR, TOP = range(5)
+"""Lines of the state of rows: of the keys before, the largest score and the sum of weights; the
+factors of their values and of those of the split that is worked on; its largest score."""
+
+_NONE = ir.Constant(VF32, ir.Undefined)
+
+
+class _Softmax:
+    """What the kernels of softmax have in common: rows of scores, each of which sees some keys."""
+
+    def __init__(self, num_rows: int, b: Any, arguments: list[Any]):
+        self.s, seen, self.count, self.state, self.step = arguments
+        self.b, self.rows = b, range(num_rows)
+        self.seen = [load(b, seen, i(8 * row), I64, 8) for row in self.rows]
+        self.few = ir.VectorType(F32, num_rows)
+
+    def over_keys(self, initial: Any, body: Any) -> Any:
+        """`values[row] = body(row, scores' offset, value, seen lanes or None)`, 16 keys at a time.
+
+        Returns what `reduce_rows` takes.
+        """
+        b = self.b
+        whole = b.and_(self.seen[0], i(-LANES))  # later rows see no fewer keys
+
+        def some(masked: bool) -> Any:
+            def turn(at: Any, values: list[Any]) -> list[Any]:
+                new = []
+                for row in self.rows:
+                    seen = None
+                    if masked:
+                        left = splat(b, b.trunc(b.sub(self.seen[row], at), I32))
+                        lanes = ir.Constant(VI32, list(range(LANES)))
+                        seen = b.icmp_signed("<", lanes, left)
+                    where = b.add(i(4 * SPLIT * row), scaled(b, at, 4))
+                    new.append(body(row, where, values[row], seen))
+                return new
+
+            return turn
+
+        values = loop(b, whole, LANES, [initial] * len(self.rows), some(False), start=i(0))
+        return loop(b, self.count, LANES, values, some(True), start=whole)
+
+    def line(self, line: int) -> Any:
+        value = load(self.b, self.state, self.b.mul(self.step, i(line)), self.few, 4)
+        lanes = [min(lane, len(self.rows) - 1) for lane in range(LANES)]
+        undefined = ir.Constant(self.few, ir.Undefined)
+        return self.b.shuffle_vector(value, undefined, ir.Constant(VI32, lanes))
+
+    def set_line(self, line: int, value: Any) -> None:
+        lanes = ir.Constant(ir.VectorType(I32, len(self.rows)), list(self.rows))
+        value = self.b.shuffle_vector(value, _NONE, lanes)
+        store(self.b, value, self.state, self.b.mul(self.step, i(line)), 4)
+
+
+def _make_tops(num_rows: int) -> Any:
+    @intrinsic
+    def tops(typing_context, s, seen, count, state, step):  # type: ignore[no-untyped-def]
+        """The largest of each row's first `seen[row]` >= 1 scores, to TOP; M and factors with it.
+
+        s `[num_rows, SPLIT]`; seen: address of int64 `[num_rows]`, in ascending order, at most
+        `count`; state: of the first row, whose lines are `step` bytes apart.
+        """
+
+        def emit(b: Any, arguments: list[Any]) -> None:
+            rows = _Softmax(num_rows, b, arguments)
+            lowest = constant(float("-inf"))
+
+            def body(row: int, where: Any, top: Any, seen: Any) -> Any:
+                x = load(b, rows.s, where, VF32, 4)
+                return larger(b, top, x if seen is None else b.select(seen, x, lowest))
+
+            top = reduce_rows(b, rows.over_keys(lowest, body), larger)
+            m, factor, new_factor = _merged_m(b, rows.line(M), top)
+            for line, value in ((M, m), (FACTOR, factor), (NEW_FACTOR, new_factor), (TOP, top)):
+                rows.set_line(line, value)
+
+        def generate(context, b, signature, arguments):  # type: ignore[no-untyped-def]
+            outlined(b, f"flashpage_tops_{num_rows}", arguments, emit)
+            return context.get_dummy_value()
+
+        return types.void(*[i64] * 5), generate
+
+    return tops
+
+
+def _make_weights(num_rows: int) -> Any:
+    @intrinsic
+    def weights(typing_context, s, seen, count, state, step):  # type: ignore[no-untyped-def]
+        """After `tops`: weights instead of scores, 0 from `seen[row]` to `count`; L with them."""
+
+        def emit(b: Any, arguments: list[Any]) -> None:
+            rows = _Softmax(num_rows, b, arguments)
+            tops = [
+                splat(b, load(b, rows.state, b.add(b.mul(rows.step, i(TOP)), i(4 * row)), F32, 4))
+                for row in rows.rows
+            ]
+
+            def body(row: int, where: Any, total: Any, seen: Any) -> Any:
+                weight = exp2(b, b.fsub(load(b, rows.s, where, VF32, 4), tops[row]))
+                if seen is not None:
+                    weight = b.select(seen, weight, ZERO)
+                store(b, weight, rows.s, where, 4)
+                return b.fadd(total, weight)
+
+            total = reduce_rows(b, rows.over_keys(ZERO, body), lambda b, x, y: b.fadd(x, y))
+            factors = rows.line(FACTOR), rows.line(NEW_FACTOR)
+            rows.set_line(L, _merged(b, rows.line(L), total, *factors))
+
+        def generate(context, b, signature, arguments):  # type: ignore[no-untyped-def]
+            outlined(b, f"flashpage_weights_{num_rows}", arguments, emit)
+            return context.get_dummy_value()
+
+        return types.void(*[i64] * 5), generate
+
+    return weights
+
+
 @intrinsic
-def softmax(typing_context, s, valid, state):  # type: ignore[no-untyped-def]
-    """Online softmax of the first `valid` >= 1 of 64 scores, which become weights; the rest, 0.
-
-    state: float32 m, l and what everything from before is to be multiplied with. m and l are
-    brought up to date.
-    """
-
-    def emit(b: Any, arguments: list[Any]) -> None:
-        s, valid, state = arguments
-        valid = splat(b, b.trunc(valid, I32))
-        lowest = constant(float("-inf"))
-        seen, scores = [], []
-        for group in range(_GROUPS):
-            lanes = ir.Constant(VI32, list(range(LANES * group, LANES * (group + 1))))
-            seen.append(b.icmp_signed("<", lanes, valid))
-            scores.append(b.select(seen[-1], load(b, s, i(64 * group), VF32, 4), lowest))
-        top = reduce_max(b, maximum(b, maximum(b, *scores[:2]), maximum(b, *scores[2:])))
-        m = load(b, state, i(0), F32, 4)
-        new_m = b.select(b.fcmp_ordered(">", m, top), m, top)
-        total = ZERO
-        for group, x in enumerate(scores):
-            weight = b.select(seen[group], exp(b, b.fsub(x, splat(b, new_m))), ZERO)
-            store(b, weight, s, i(64 * group), 4)
-            total = b.fadd(total, weight)
-        rescale = exp(b, splat(b, b.fsub(m, new_m)))
-        rescale = b.extract_element(rescale, ir.Constant(I32, 0))
-        new_l = b.fadd(b.fmul(load(b, state, i(4), F32, 4), rescale), reduce_add(b, total))
-        for at, value in enumerate((new_m, new_l, rescale)):
-            store(b, value, state, i(4 * at), 4)
+def row_multiply(typing_context, x, factor, out, n):  # type: ignore[no-untyped-def]
+    """`out = x * factor` for n float32, n a multiple of 16."""
 
     def generate(context, b, signature, arguments):  # type: ignore[no-untyped-def]
-        outlined(b, "flashpage_softmax", arguments, emit)
-        return context.get_dummy_value()
-
-    return types.void(*[i64] * 3), generate
-
-
-@intrinsic
-def row_multiply(typing_context, x, factor, n):  # type: ignore[no-untyped-def]
-    """`x *= factor` for n float32, n a multiple of 16."""
-
-    def generate(context, b, signature, arguments):  # type: ignore[no-untyped-def]
-        x, factor, n = arguments
+        x, factor, out, n = arguments
         factor = splat(b, factor)
 
         def body(at: Any, _: list[Any]) -> list[Any]:
             where = scaled(b, at, 4)
-            store(b, b.fmul(load(b, x, where, VF32, 4), factor), x, where, 4)
+            store(b, b.fmul(load(b, x, where, VF32, 4), factor), out, where, 4)
             return []
 
         loop(b, n, LANES, [], body)
         return context.get_dummy_value()
 
-    return types.void(i64, f32, i64), generate
+    return types.void(i64, f32, i64, i64), generate
 
 
 @intrinsic
@@ -245,48 +338,28 @@ def row_copy(typing_context, x, out, n):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def row_expand(typing_context, kv, x, out, n):  # type: ignore[no-untyped-def]
-    """n values of pages as float32, n a multiple of 16."""
-    which = kv.count
-
-    def generate(context, b, signature, arguments):  # type: ignore[no-untyped-def]
-        _, x, out, n = arguments
-
-        def body(at: Any, _: list[Any]) -> list[Any]:
-            store(b, _load_kv(b, which, x, at), out, scaled(b, at, 4), 4)
-            return []
-
-        loop(b, n, LANES, [], body)
-        return context.get_dummy_value()
-
-    return types.void(kv, i64, i64, i64), generate
-
-
-@intrinsic
-def merge_row(typing_context, x, x_state, y, y_state, n):  # type: ignore[no-untyped-def]
+def merge_row(typing_context, x, x_state, y, y_state, step, n):  # type: ignore[no-untyped-def]
     """Bring a row's result of other keys, y, into x, n float32 each, n a multiple of 16.
 
-    x_state and y_state: float32 m and l, as in `softmax`; x's are brought up to date.
+    x_state and y_state: addresses of M, and `step` bytes further L; x's are brought up to date.
     """
 
     def emit(b: Any, arguments: list[Any]) -> None:
-        x, x_state, y, y_state, n = arguments
-        m, other = (load(b, state, i(0), F32, 4) for state in (x_state, y_state))
-        top = b.select(b.fcmp_ordered(">", other, m), other, m)
-        exponents = splat(b, b.fsub(m, top))
-        second = ir.Constant(I32, 1)
-        factors = exp(b, b.insert_element(exponents, b.fsub(other, top), second))
-        a, c = (b.extract_element(factors, ir.Constant(I32, lane)) for lane in (0, 1))
-        scaled_l = b.fmul(load(b, x_state, i(4), F32, 4), a)
-        new_l = b.fadd(scaled_l, b.fmul(load(b, y_state, i(4), F32, 4), c))
-        for at, value in enumerate((top, new_l)):
-            store(b, value, x_state, i(4 * at), 4)
-        a, c = splat(b, a), splat(b, c)
+        x, x_state, y, y_state, step, n = arguments
+        m, l, other_m, other_l = (  # noqa: E741
+            splat(b, load(b, state, at, F32, 4))
+            for state in (x_state, y_state)
+            for at in (i(0), step)
+        )
+        m, factor, other_factor = _merged_m(b, m, other_m)
+        merged = m, _merged(b, l, other_l, factor, other_factor)
+        for at, value in zip((i(0), step), merged, strict=True):
+            store(b, b.extract_element(value, ir.Constant(I32, 0)), x_state, at, 4)
 
         def body(at: Any, _: list[Any]) -> list[Any]:
             where = scaled(b, at, 4)
-            old = b.fmul(load(b, x, where, VF32, 4), a)
-            store(b, fma(b, load(b, y, where, VF32, 4), c, old), x, where, 4)
+            old, other = (load(b, address, where, VF32, 4) for address in (x, y))
+            store(b, _merged(b, old, other, factor, other_factor), x, where, 4)
             return []
 
         loop(b, n, LANES, [], body)
@@ -295,7 +368,7 @@ def merge_row(typing_context, x, x_state, y, y_state, n):  # type: ignore[no-unt
         outlined(b, "flashpage_merge_row", arguments, emit)
         return context.get_dummy_value()
 
-    return types.void(*[i64] * 5), generate
+    return types.void(*[i64] * 6), generate
 
 
 @intrinsic
@@ -381,6 +454,9 @@ def store_key(typing_context, kv, x, out, dim):  # type: ignore[no-untyped-def]
     return types.void(kv, i64, i64, i64), generate
 
 
-scores_1, scores_2, scores_3, scores_4, scores_6 = (_make_scores(n) for n in (1, 2, 3, 4, 6))
+scores_1, scores_2, scores_3, scores_4, scores_6 = (_make_scores(n, 4) for n in (1, 2, 3, 4, 6))
+scores_6_of_unit = _make_scores(6, 1)
+tops_1, tops_2, tops_3, tops_4, tops_6 = (_make_tops(n) for n in (1, 2, 3, 4, 6))
+weights_1, weights_2, weights_3, weights_4, weights_6 = (_make_weights(n) for n in (1, 2, 3, 4, 6))
 values_1, values_2, values_3, values_4, values_6 = (_make_values(n, 64) for n in (1, 2, 3, 4, 6))
-narrow_values_1, narrow_values_4 = (_make_values(n, 16) for n in (1, 4))
+narrow_values_1, narrow_values_3 = (_make_values(n, 32) for n in (1, 3))

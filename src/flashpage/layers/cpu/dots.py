@@ -47,6 +47,9 @@ X_BYTES, XS_ROW, XS_BYTES = 64, 16, 256
 """of a block of activations: its integers, its scales, and the scales of 16 rows, which lie
 together (`linear.scales_of`)"""
 
+PAIRS_AT = 12
+"""where the scales of a row and block have what `pairs` begins its sum with"""
+
 _AHEAD = 4096
 """bytes by which weights are asked for before they are needed, and their scales by as many blocks:
 the next group follows in memory."""
@@ -109,10 +112,10 @@ def _portable(b: Any, acc: Any, w: Any, x: Any) -> Any:
 
 def dot(b: Any, form: int, acc: Any, w: Any, x: Any, bits: int) -> Any:
     """`acc + sum of four products` in each of 16 lanes: unsigned bytes of w, signed ones of x."""
-    if form in (forms.AMX, forms.VNNI):
-        v64b = ir.VectorType(I8, 64)
-        function = declare(b, "llvm.x86.avx512.vpdpbusd.512", VI32, [VI32, v64b, v64b])
-        return b.call(function, [acc, b.bitcast(w, v64b), b.bitcast(x, v64b)])
+    if form in (forms.AMX, forms.VNNI, forms.PAIRS):
+        # With operands of bytes, as LLVM has them since 21, older ones do not know the function;
+        # newer ones take these.
+        return b.call(declare(b, "llvm.x86.avx512.vpdpbusd.512", VI32, [VI32] * 3), [acc, w, x])
     if form == forms.PORTABLE:
         return _portable(b, acc, w, x)
     count = 4 if form == forms.SDOT else 2
@@ -121,12 +124,24 @@ def dot(b: Any, form: int, acc: Any, w: Any, x: Any, bits: int) -> Any:
         return _join(b, [_sdot(b, *part, bits) for part in parts])
     if form == forms.AVX2:
         return _join(b, [_avx2(b, *part, bits) for part in parts])
-    v8i, v32b = ir.VectorType(I32, 8), ir.VectorType(I8, 32)
-    function = declare(b, "llvm.x86.avx512.vpdpbusd.256", v8i, [v8i, v32b, v32b])
-    return _join(
-        b,
-        [b.call(function, [acc, b.bitcast(w, v32b), b.bitcast(x, v32b)]) for acc, w, x in parts],
-    )
+    v8i = ir.VectorType(I32, 8)
+    function = declare(b, "llvm.x86.avx512.vpdpbusd.256", v8i, [v8i] * 3)
+    return _join(b, [b.call(function, list(part)) for part in parts])
+
+
+def request_block(b: Any, w: Any, s: Any, block: Any, kind: int) -> None:
+    """Ask for a block of weights and for its scales."""
+    w_at = scaled(b, block, BLOCK_BYTES[kind])
+    for line in range(0, BLOCK_BYTES[kind], 64):
+        prefetch(b, w, b.add(w_at, i(line)), cache_level=AHEAD_IN)
+    s_at = scaled(b, block, SCALE_BYTES[kind])
+    for line in range(0, SCALE_BYTES[kind], 64):
+        prefetch(b, s, b.add(s_at, i(line)), cache_level=AHEAD_IN)
+
+
+def request_ahead(b: Any, w: Any, s: Any, block: Any, kind: int) -> None:
+    """Ask for the weights and scales that are needed _AHEAD bytes after this block."""
+    request_block(b, w, s, b.add(block, i(_AHEAD // BLOCK_BYTES[kind])), kind)
 
 
 def weight_vectors(b: Any, address: Any, offset: Any, bits: int) -> list[Any]:
@@ -154,7 +169,7 @@ def _joined(b: Any, high: Any, low: Any) -> Any:
     return b.add(b.shl(high, integers(4)), low)
 
 
-def _scaled_sum(b: Any, parts: list[Any], magic: Any) -> Any:
+def scaled_sum(b: Any, parts: list[Any], magic: Any) -> Any:
     """`scale * sum` in float32, exactly; parts: 16 x i32, of the sum, or of high and low parts."""
     low, bits = parts[-1], b.bitcast(magic, VI32)
     total = b.fsub(b.bitcast(b.add(low, bits), VF32), magic)
@@ -165,25 +180,38 @@ def _scaled_sum(b: Any, parts: list[Any], magic: Any) -> Any:
     return b.fadd(high, total)
 
 
+def scale_at(b: Any, xs: Any, xs_at: Any, place: int) -> Any:
+    """One of the float32 that `row_quantize` wrote for a row and block, in all lanes."""
+    return splat(b, load(b, xs, b.add(xs_at, i(4 * place)), F32, 4))
+
+
+def sum_of_half(b: Any, xs: Any, xs_at: Any, half: int | None) -> Any:
+    """The sum of a block's activations, or of one half of them: exactly what they add up to."""
+    if half is None:
+        return scale_at(b, xs, xs_at, 1)
+    first = scale_at(b, xs, xs_at, 2)
+    return first if half == 0 else b.fsub(scale_at(b, xs, xs_at, 1), first)
+
+
+def add_half(b: Any, total: Any, value: Any, d: Any, m: Any, x_sum: Any) -> Any:
+    """`total` and one block's part of it, or that of half a block: the float32 arithmetic that all
+    forms share."""
+    return fma(b, d, value, fma(b, m, x_sum, total))
+
+
 def add_block(
     b: Any, total: Any, sums: list[list[Any]], scales: list[Any], xs: Any, xs_at: Any
 ) -> Any:
-    """`total` and one block's part of it: the float32 arithmetic that all forms share.
+    """`total` and one block's part of it.
 
-    sums: of the block or of its halves, each as one part or two (`_scaled_sum`). xs: address of the
-    activations' scales (`row_quantize`), of which those of this row and block begin `xs_at` bytes
-    further.
+    sums: of the block or of its halves, each as one part or two. xs: address of the activations'
+    scales (`row_quantize`), of which those of this row and block begin `xs_at` bytes further.
     """
-
-    def scale(place: int) -> Any:
-        return splat(b, load(b, xs, b.add(xs_at, i(4 * place)), F32, 4))
-
-    magic = scale(0)
+    magic = scale_at(b, xs, xs_at, 0)
     for half, parts in enumerate(sums):
         d, m = scales[2 * half : 2 * half + 2]
-        x_sum = scale(1 if len(sums) == 1 else 2 + half)
-        total = fma(b, m, x_sum, total)
-        total = fma(b, d, _scaled_sum(b, parts, magic), total)
+        x_sum = sum_of_half(b, xs, xs_at, half if len(sums) == 2 else None)
+        total = add_half(b, total, scaled_sum(b, parts, magic), d, m, x_sum)
     return total
 
 
@@ -220,12 +248,7 @@ def _make(num_rows: int, kind: int) -> Any:
 
             def body(block: Any, totals: list[Any]) -> list[Any]:
                 offset = scaled(b, block, BLOCK_BYTES[kind])
-                for line in range(0, BLOCK_BYTES[kind], 64):
-                    prefetch(b, w, b.add(offset, i(_AHEAD + line)), cache_level=AHEAD_IN)
-                s_ahead = b.add(block, i(_AHEAD // BLOCK_BYTES[kind]))
-                for line in range(0, SCALE_BYTES[kind], 64):
-                    at = b.add(scaled(b, s_ahead, SCALE_BYTES[kind]), i(line))
-                    prefetch(b, s, at, cache_level=AHEAD_IN)
+                request_ahead(b, w, s, block, kind)
                 vectors = weight_vectors(b, w, offset, bits)
                 # Of each row and half of the block: the sums of high and of low parts.
                 sums = [[[ZERO_I, ZERO_I] for _ in range(num_sums)] for _ in rows]

@@ -17,9 +17,10 @@ from functools import cache
 from flashpage.attention.cpu.numba_runtime import why_unavailable
 from flashpage.errors import ArgumentError
 
-AMX, VNNI, AVX_VNNI, AVX2, SDOT, PORTABLE = range(1, 7)
+AMX, VNNI, AVX_VNNI, AVX2, SDOT, PORTABLE, PAIRS = range(1, 8)
 NAMES = {
     "amx": AMX,
+    "vnni_pairs": PAIRS,
     "vnni": VNNI,
     "avx_vnni": AVX_VNNI,
     "avx2": AVX2,
@@ -48,6 +49,7 @@ def available_forms() -> list[str]:
     features = _features()
     needs = {
         "amx": ("avx512vnni", "avx512bw", "avx512vl", "amx-tile", "amx-int8"),
+        "vnni_pairs": ("avx512vnni", "avx512bw", "avx512vl"),
         "vnni": ("avx512vnni", "avx512bw", "avx512vl"),
         "avx_vnni": ("avxvnni", "avx2", "fma", "f16c"),
         "avx2": ("avx2", "fma", "f16c"),
@@ -55,6 +57,9 @@ def available_forms() -> list[str]:
     found = [name for name, need in needs.items() if all(features.get(f) for f in need)]
     if "amx" in found and not _may_use_tiles():
         found.remove("amx")
+    if "vnni_pairs" in found and not _adds_beside_products():
+        found.remove("vnni_pairs")
+        found.append("vnni_pairs")
     if platform.machine().lower() in ("aarch64", "arm64") and features.get("dotprod"):
         found.append("sdot")
     return [*found, "portable"]
@@ -94,6 +99,15 @@ def _features() -> dict[str, bool]:
         return dict(llvm.get_host_cpu_features())
     except RuntimeError:  # LLVM does not know this processor
         return {}
+
+
+@cache
+def _adds_beside_products() -> bool:
+    """AMD's processors with AVX-512 have places of their own for additions; Intel's add where they
+    multiply."""
+    import llvmlite.binding as llvm
+
+    return llvm.get_host_cpu_name().startswith("znver")
 
 
 @cache

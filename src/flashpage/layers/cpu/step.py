@@ -19,15 +19,18 @@ from flashpage.layers.cpu.attention import (
     request_keys,
     scratch_size,
 )
-from flashpage.layers.cpu.attention_vectors import store_key, store_value, write_rotated
+from flashpage.layers.cpu.attention_vectors import row_copy, store_key, store_value, write_rotated
 from flashpage.layers.cpu.dots import X_BYTES, XS_BYTES
 from flashpage.layers.cpu.linear import (
     EXACT,
     aligned,
+    block_of,
     group_bytes,
     multiply_columns,
     multiply_group,
+    pairs_among,
     rows_at_once,
+    rows_in_pairs,
     scales_bytes,
     scales_of,
     scratch_bytes,
@@ -35,8 +38,9 @@ from flashpage.layers.cpu.linear import (
     uses_tiles,
 )
 from flashpage.layers.cpu.packing import BLOCK, Q6_WIDE
+from flashpage.layers.cpu.pairs import UNPACKED_BYTES
 from flashpage.layers.cpu.sync import COUNTERS, all_came, meet, take
-from flashpage.layers.cpu.tiles import TILE_BYTES, UNPACKED_BYTES, begin_tiles, end_tiles
+from flashpage.layers.cpu.tiles import TILE_BYTES, begin_tiles, end_tiles
 from flashpage.layers.cpu.vectors import (
     half_at,
     request,
@@ -81,17 +85,23 @@ def _norm(x, weight, eps, out, size):  # type: ignore[no-untyped-def]
 
 
 @jit(**EXACT)
-def _norm_rows(x, weight, eps, q, xs, first, last, size, room):  # type: ignore[no-untyped-def]
-    """Rows of x, normalised and quantised, to q with scales xs."""
+def _norm_rows(x, weight, eps, q, xs, first, last, in_pairs, size, room):  # type: ignore[no-untyped-def]
+    """Rows of x, normalised and quantised (the first `in_pairs` for pairs), to q with scales xs."""
     blocks = size // BLOCK
     for row in range(first, last):
         _norm(x + row * size * 4, weight, eps, room, size)
-        row_quantize(room, q + row * blocks * X_BYTES, scales_of(xs, row, blocks), size)
+        row_quantize(
+            room,
+            block_of(q, row, 0, blocks, in_pairs),
+            scales_of(xs, row, blocks),
+            size,
+            row < in_pairs,
+        )
 
 
 @jit(**EXACT)
 def _project(  # type: ignore[no-untyped-def]
-    form, parts, x, xs, num_rows, out, out_step, add, thread, threads, tickets, room
+    form, parts, x, xs, num_rows, in_pairs, out, out_step, add, thread, threads, tickets, room
 ):
     """This thread's columns of all packed weights of one projection, side by side.
 
@@ -104,7 +114,9 @@ def _project(  # type: ignore[no-untyped-def]
         out_i = out + part[COLUMN] * 4
         if num_rows < TICKET_ROWS:
             first, last = share(part[GROUPS], thread, threads)
-            multiply_columns(form, part, first, last, x, xs, num_rows, out_i, out_step, add, room)
+            multiply_columns(
+                form, part, first, last, x, xs, num_rows, in_pairs, out_i, out_step, add, room
+            )
             continue
         most, pairs = rows_at_once(part[3]), (part[GROUPS] + 1) // 2
         count = (num_rows + most - 1) // most * pairs
@@ -113,10 +125,10 @@ def _project(  # type: ignore[no-untyped-def]
             # Two groups at a time: processors fetch lines of cache by twos.
             row, group = number // pairs * most, number % pairs * 2
             last = min(group + 2, part[GROUPS])
+            rows = min(most, num_rows - row)
             multiply_columns(
-                form, part, group, last, x + row * part[3] * X_BYTES,
-                scales_of(xs, row, part[3]), min(most, num_rows - row), out_i + row * out_step,
-                out_step, add, room,
+                form, part, group, last, x + row * part[3] * X_BYTES, scales_of(xs, row, part[3]),
+                rows, pairs_among(in_pairs, row, rows), out_i + row * out_step, out_step, add, room,
             )  # fmt: skip
             number = take(tickets.ctypes.data + 8 * i)
 
@@ -149,7 +161,7 @@ def _find(parts, column):  # type: ignore[no-untyped-def]
 
 @jit(**EXACT)
 def _gate_and_up(  # type: ignore[no-untyped-def]
-    form, parts, bias, x, xs, num_rows, size, q, qs, thread, threads, tickets, room
+    form, parts, bias, x, xs, num_rows, in_pairs, size, q, qs, thread, threads, tickets, room
 ):
     """This thread's columns of silu(gate) * up, quantised to q and qs.
 
@@ -163,15 +175,16 @@ def _gate_and_up(  # type: ignore[no-untyped-def]
     while block < last:
         for rows_from in range(0, num_rows, MLP_ROWS):
             rows = min(MLP_ROWS, num_rows - rows_from)
+            pairs = pairs_among(in_pairs, rows_from, rows)
             for i in range(4):  # two groups of gate, two of up
                 column = block * 32 + (i % 2) * 16 + (i // 2) * size
                 at, group = _find(parts, column)
                 part = parts[at]
                 space = unpacked + i * part[3] * UNPACKED_BYTES
-                bytes_i = group_bytes(form, part, group, num_rows, space, rows_from > 0)
+                bytes_i = group_bytes(form, part, group, num_rows, pairs, space, rows_from > 0)
                 multiply_group(
                     form, part, group, bytes_i, x + rows_from * part[3] * X_BYTES,
-                    scales_of(xs, rows_from, part[3]), rows, results + i * 64, 256, 0, room,
+                    scales_of(xs, rows_from, part[3]), rows, pairs, results + i * 64, 256, 0, room,
                 )  # fmt: skip
             for row in range(rows):
                 gate = results + row * 256
@@ -179,9 +192,9 @@ def _gate_and_up(  # type: ignore[no-untyped-def]
                     row_add(gate, bias + block * 128, 32)
                     row_add(gate + 128, bias + (size + block * 32) * 4, 32)
                 row_silu_mul(gate, gate + 128, gate, 32)
-                at = q + ((rows_from + row) * (size // BLOCK) + block) * X_BYTES
+                at = block_of(q, rows_from + row, block, size // BLOCK, in_pairs)
                 scales = scales_of(qs, rows_from + row, size // BLOCK) + block * XS_BYTES
-                row_quantize(gate, at, scales, BLOCK)
+                row_quantize(gate, at, scales, BLOCK, rows_from + row < in_pairs)
         block = take(tickets.ctypes.data) if num_rows >= TICKET_ROWS else block + 1
 
 
@@ -234,14 +247,19 @@ def places(arena, offsets):  # type: ignore[no-untyped-def]
 
 @jit(**EXACT)
 def _work(  # type: ignore[no-untyped-def]
-    thread, threads, counters, patience, form, kv, x_array, slots, positions, tables, table_step,
-    units_per_block, weights, vectors, caches, cos, sin, final_norm, eps, scale, shape, out, tasks,
-    first_tasks, num_parts, partial, states, arena, offsets, tickets,
+    thread, threads, counters, patience, form, kv, x_array, slots, wanted, of_all, of_wanted,
+    tables, table_step, units_per_block, weights, vectors, caches, cos, sin, final_norm, eps, scale,
+    shape, out, partial, states, arena, offsets, tickets,
 ):  # fmt: skip
-    """One thread's part of `run`. After each `meet` everything from before it is there."""
+    """One thread's part of `run`. After each `meet` everything from before it is there.
+
+    of_all: positions, tasks of attention, their shares and how many are parts of a row, of all
+    rows; of_wanted: of the wanted ones.
+    """
     counter, x = counters.ctypes.data, x_array.ctypes.data
     qkv, q, xq, xs, aq, aqs, fq, fqs = places(arena, offsets)
     hidden, intermediate, hq, hkv, dim = shape
+    positions, tasks, first_tasks, num_parts = of_all
     num_rows, group = len(slots), hq // hkv
     q_size, qkv_size, heads = hq * dim, (hq + 2 * hkv) * dim, hq + hkv
     most_blocks = max(hidden, max(intermediate, q_size)) // BLOCK
@@ -256,14 +274,16 @@ def _work(  # type: ignore[no-untyped-def]
         xs += thread * scales_bytes(num_rows, hidden // BLOCK)
     first_row, last_row = (0, num_rows) if alone else share(num_rows, thread, threads)
     first_head, last_head = share(num_rows * heads, thread, threads)
-    where = (np.int64(0), aq, aqs, q_size)
+    in_pairs = rows_in_pairs(form, num_rows)
+    where = (np.int64(0), aq, aqs, q_size, in_pairs)
     if uses_tiles(form, num_rows):
         begin_tiles(form)
     for layer in range(len(weights)):
         w, v = weights[layer], vectors[layer]
         _norm_rows(
-            x, v[ATTENTION_NORM], eps, xq, xs, first_row, last_row, hidden, row_room.ctypes.data
-        )
+            x, v[ATTENTION_NORM], eps, xq, xs, first_row, last_row, in_pairs, hidden,
+            row_room.ctypes.data,
+        )  # fmt: skip
         if not alone:
             meet(counter, threads, patience)
         _project(
@@ -272,6 +292,7 @@ def _work(  # type: ignore[no-untyped-def]
             xq,
             xs,
             num_rows,
+            in_pairs,
             qkv,
             qkv_size * 4,
             0,
@@ -295,6 +316,18 @@ def _work(  # type: ignore[no-untyped-def]
                 hkv, dim, row_room.ctypes.data,
             )  # fmt: skip
         meet(counter, threads, patience)
+        if layer + 1 == len(weights) and len(wanted) < num_rows:
+            # All K and V are there: the rest of the last layer is for wanted rows alone.
+            if thread == 0:
+                for i in range(len(wanted)):
+                    row_copy(q + wanted[i] * q_size * 4, q + i * q_size * 4, q_size)
+                    row_copy(x + wanted[i] * hidden * 4, x + i * hidden * 4, hidden)
+            num_rows, alone = len(wanted), False
+            positions, tasks, first_tasks, num_parts = of_wanted
+            first_row, last_row = share(num_rows, thread, threads)
+            in_pairs = rows_in_pairs(form, num_rows)
+            where = (np.int64(0), aq, aqs, q_size, in_pairs)
+            meet(counter, threads, patience)
         t, last_t = first_tasks[thread], first_tasks[thread + 1]
         if num_rows >= TICKET_ROWS:
             t, last_t = take(tickets[layer].ctypes.data + 8 * ATTENTION), len(tasks)
@@ -320,6 +353,7 @@ def _work(  # type: ignore[no-untyped-def]
             aq,
             aqs,
             num_rows,
+            in_pairs,
             x,
             hidden * 4,
             1,
@@ -335,12 +369,15 @@ def _work(  # type: ignore[no-untyped-def]
             for row in range(first, last):
                 row_add(x + row * hidden * 4, v[O_BIAS], hidden)
             meet(counter, threads, patience)
-        _norm_rows(x, v[MLP_NORM], eps, xq, xs, first_row, last_row, hidden, row_room.ctypes.data)
+        _norm_rows(
+            x, v[MLP_NORM], eps, xq, xs, first_row, last_row, in_pairs, hidden,
+            row_room.ctypes.data,
+        )  # fmt: skip
         if not alone:
             meet(counter, threads, patience)
         _gate_and_up(
-            form, w[GATE_UP], v[GATE_UP_BIAS], xq, xs, num_rows, intermediate, fq, fqs,
-            thread, threads, tickets[layer, GATE_UP], tile_room,
+            form, w[GATE_UP], v[GATE_UP_BIAS], xq, xs, num_rows, in_pairs, intermediate, fq,
+            fqs, thread, threads, tickets[layer, GATE_UP], tile_room,
         )  # fmt: skip
         _request_columns(w[DOWN], num_rows, thread, threads)
         meet(counter, threads, patience)
@@ -350,6 +387,7 @@ def _work(  # type: ignore[no-untyped-def]
             fq,
             fqs,
             num_rows,
+            in_pairs,
             x,
             hidden * 4,
             1,
@@ -366,7 +404,7 @@ def _work(  # type: ignore[no-untyped-def]
             for row in range(first, last):
                 row_add(x + row * hidden * 4, v[DOWN_BIAS], hidden)
             meet(counter, threads, patience)
-    if uses_tiles(form, num_rows):
+    if uses_tiles(form, len(slots)):
         end_tiles(form)
     first, last = share(num_rows, thread, threads)
     for row in range(first, last):
@@ -374,17 +412,34 @@ def _work(  # type: ignore[no-untyped-def]
     room[0] = row_room[0] = scratch[0] = 0  # arrays must outlive the addresses in them
 
 
+@jit(**EXACT)
+def _attention(starts, positions, num_kv_heads, group, threads):  # type: ignore[no-untyped-def]
+    """Positions of rows, and their `plan`: see `_work`."""
+    shares = threads if len(positions) < TICKET_ROWS else threads * TICKETS
+    tasks, first_tasks = plan(starts, positions, num_kv_heads, group, shares)
+    return positions, tasks, first_tasks, count_parts(tasks, positions)
+
+
+@jit(**EXACT)
+def _room_of_parts(attention):  # type: ignore[no-untyped-def]
+    return len(attention[1]) if attention[3] > 0 else 0
+
+
 @jit(parallel=True, **EXACT)
 def run(  # type: ignore[no-untyped-def]
-    form, kv, x, slots, positions, starts, tables, units_per_block, weights, vectors, caches,
-    cos, sin, final_norm, eps, scale, shape, out, threads, patience,
+    form, kv, x, slots, positions, starts, wanted, wanted_starts, tables, units_per_block, weights,
+    vectors, caches, cos, sin, final_norm, eps, scale, shape, out, threads, patience,
 ):  # fmt: skip
     """All layers and the final norm for the rows of a step; returns whether all threads took part.
+
+    The last layer stores K and V of all rows, and goes on with those whose result is wanted.
 
     Args:
         form, kv: tags of `forms` and of the kind of pages.
         x: float32 `[num_rows, hidden]`, the tokens' embeddings; overwritten.
         slots, positions: int64 `[num_rows]`. starts: int64 `[num_seqs + 1]`, rows of each sequence.
+        wanted: int64 `[num_wanted]`, rows in ascending order: all, or at most one of a sequence.
+        wanted_starts: int64 `[num_seqs + 1]`, as `starts` in `wanted`.
         tables: int32 `[num_seqs, max_blocks]`; a page is `units_per_block` units of 16 tokens.
         weights: int64 `[num_layers, 4, NUM_PARTS, 8]`: `PackedWeight.address`, groups (0: no such
             part) and the first output column.
@@ -393,7 +448,7 @@ def run(  # type: ignore[no-untyped-def]
         cos, sin: addresses of float32 `[positions, dim]`; sin carries the sign of its half.
         final_norm: address. scale: softmax scale. eps: of the norms.
         shape: (hidden, intermediate, q heads, kv heads, dim).
-        out: address of float32 `[num_rows, hidden]`.
+        out: address of float32 `[num_wanted, hidden]`.
         threads: how many there are. patience: as in `meet`.
     """
     hidden, intermediate, hq, hkv, dim = shape
@@ -411,12 +466,14 @@ def run(  # type: ignore[no-untyped-def]
     for i in range(8):
         offsets[i + 1] = offsets[i] + (sizes[i] + 63) // 64 * 64
     arena = np.empty(offsets[8] + 64, np.uint8)
-    shares = threads if rows < TICKET_ROWS else threads * TICKETS
-    tasks, first_tasks = plan(starts, positions, hkv, group, shares)
-    num_parts = count_parts(tasks, positions)
+    of_all = _attention(starts, positions, hkv, group, threads)
+    of_wanted = of_all
+    if len(wanted) < rows:
+        of_wanted = _attention(wanted_starts, positions[wanted], hkv, group, threads)
     # The parts' results are found by the number of their task.
-    partial = np.empty((len(tasks) if num_parts > 0 else 1, group * dim), np.float32)
-    states = np.empty((len(tasks) if num_parts > 0 else 1, 4 * group), np.float32)
+    parts = max(1, max(_room_of_parts(of_all), _room_of_parts(of_wanted)))
+    partial = np.empty((parts, group * dim), np.float32)
+    states = np.empty((parts, 4 * group), np.float32)
     flat_tables = tables.reshape(-1)
     table_step = tables.shape[1]
     counters = np.zeros(COUNTERS, np.int64)
@@ -424,10 +481,9 @@ def run(  # type: ignore[no-untyped-def]
     for thread in numba.prange(threads):
         # The loop must have the arrays themselves: numba may free what it has only addresses of.
         _work(
-            np.int64(thread), threads, counters, patience, form, kv, x, slots, positions,
-            flat_tables, table_step, units_per_block, weights, vectors, caches, cos, sin,
-            final_norm, eps, scale, shape, out, tasks, first_tasks, num_parts, partial, states,
-            arena, offsets, tickets,
+            np.int64(thread), threads, counters, patience, form, kv, x, slots, wanted, of_all,
+            of_wanted, flat_tables, table_step, units_per_block, weights, vectors, caches, cos, sin,
+            final_norm, eps, scale, shape, out, partial, states, arena, offsets, tickets,
         )  # fmt: skip
     return all_came(counters)
 

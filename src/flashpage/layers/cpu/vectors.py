@@ -19,6 +19,7 @@ F16, F32 = ir.HalfType(), ir.FloatType()
 I8, I16, I32, I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 VF32, VF16 = ir.VectorType(F32, LANES), ir.VectorType(F16, LANES)
 VI32, VI16, VI8 = (ir.VectorType(t, LANES) for t in (I32, I16, I8))
+V2I16, V4I8 = ir.VectorType(I16, 2 * LANES), ir.VectorType(I8, 4 * LANES)
 ZERO = ir.Constant(VF32, [0.0] * LANES)
 ZERO_I = ir.Constant(VI32, [0] * LANES)
 i64, f32 = types.int64, types.float32
@@ -26,6 +27,9 @@ i64, f32 = types.int64, types.float32
 MAGIC = 1.5 * 2.0**23
 """An integer below 2**22 added to the bits of `MAGIC * 2**e` makes those of
 `(MAGIC + integer) * 2**e`: so integers become floats with additions, which are never rounded."""
+
+WORD_OFFSET = 2048
+"""makes an activation of 12 bits positive"""
 
 _TOP_POWER = 10
 """the largest magnitude of a block is quantised to at least 2**10"""
@@ -112,30 +116,47 @@ def reduce_add(b: Any, x: Any) -> Any:
     return b.extract_element(x, ir.Constant(I32, 0))
 
 
-def _sums_of_two(b: Any, x: Any, y: Any) -> list[Any]:
-    """The sums of the lanes of two vectors of integers, in one tree."""
-    low_x, high_x = _halves(b, x, LANES)
-    low_y, high_y = _halves(b, y, LANES)
-    order = ir.Constant(VI32, list(range(LANES)))
-    total = b.shuffle_vector(b.add(low_x, high_x), b.add(low_y, high_y), order)
-    undefined = ir.Constant(VI32, ir.Undefined)
-    for distance in (4, 2, 1):
-        moved = [lane ^ distance for lane in range(LANES)]
-        total = b.add(total, b.shuffle_vector(total, undefined, ir.Constant(VI32, moved)))
-    return [b.extract_element(total, ir.Constant(I32, lane)) for lane in (0, 8)]
+def _words(b: Any, x: Any, y: Any) -> Any:
+    """The lower 16 bits of x's lanes, then of y's."""
+    both = [b.bitcast(vector, V2I16) for vector in (x, y)]
+    return b.shuffle_vector(*both, ir.Constant(ir.VectorType(I32, 32), list(range(0, 64, 2))))
 
 
-def reduce_max(b: Any, x: Any) -> Any:
-    """The largest lane, of lanes without NaN.
+def _sums_of_two(b: Any, words: Any) -> Any:
+    """Of the first 16 words, of the others, and of all: as int32 `[any, all, first, others]`."""
+    undefined = ir.Constant(V2I16, ir.Undefined)
+    for distance in (8, 4, 2, 1):
+        moved = ir.Constant(ir.VectorType(I32, 32), [lane ^ distance for lane in range(32)])
+        words = b.add(words, b.shuffle_vector(words, undefined, moved))
+    four = ir.VectorType(I32, 4)
+    first, others = (
+        b.sext(b.shuffle_vector(words, undefined, ir.Constant(four, [lane] * 4)), four)
+        for lane in (0, 16)
+    )
+    total = b.add(first, others)
+    sums = b.shuffle_vector(first, others, ir.Constant(four, [0, 0, 0, 4]))
+    return b.shuffle_vector(sums, total, ir.Constant(four, [4, 4, 2, 3]))
 
-    LLVM's own reduction minds NaN, lane after lane: that takes as long as four exponentials.
+
+def larger(b: Any, x: Any, y: Any) -> Any:
+    """The larger of lanes without NaN: one instruction, where `maximum` takes three."""
+    return b.select(b.fcmp_ordered(">", x, y), x, y)
+
+
+def reduce_rows(b: Any, rows: Sequence[Any], combine: Callable[[Any, Any, Any], Any]) -> Any:
+    """The lanes of up to 16 vectors combined, by the tree of `reduce_add`; row r's are in lane r.
+
+    How many rows there are changes none's result.
     """
-    lanes = LANES
-    while lanes > 1:
-        low, high = _halves(b, x, lanes)
-        x = b.select(b.fcmp_ordered(">", low, high), low, high)
-        lanes //= 2
-    return b.extract_element(x, ir.Constant(I32, 0))
+    rows, distance = list(rows), LANES // 2
+    while distance > 0:
+        pairs = [(rows[at], rows[min(at + 1, len(rows) - 1)]) for at in range(0, len(rows), 2)]
+        # Of each vector: pieces of 2 * distance lanes, one a row; their halves are combined.
+        low = [lane for lane in range(2 * LANES) if lane % (2 * distance) < distance]
+        orders = [ir.Constant(VI32, [lane + more for lane in low]) for more in (0, distance)]
+        rows = [combine(b, *(b.shuffle_vector(x, y, order) for order in orders)) for x, y in pairs]
+        distance //= 2
+    return rows[0]
 
 
 AHEAD_IN = 2
@@ -182,27 +203,46 @@ def outlined(
 
 
 def loop(
-    b: Any, stop: Any, step: int, initial: Sequence[Any], body: Callable[[Any, list[Any]], Any]
+    b: Any,
+    stop: Any,
+    step: int,
+    initial: Sequence[Any],
+    body: Callable[[Any, list[Any]], Any],
+    start: Any = None,
 ) -> list[Any]:
-    """`for at in range(0, stop, step)`, at least once; carries values from turn to turn."""
+    """`for at in range(start, stop, step)`; carries values from turn to turn.
+
+    Without `start`, from 0, and at least once.
+    """
     before = b.block
     inside, after = b.append_basic_block("loop"), b.append_basic_block("after")
-    b.branch(inside)
+    if start is None:
+        b.branch(inside)
+    else:
+        b.cbranch(b.icmp_signed("<", start, stop), inside, after)
     b.position_at_end(inside)
     at = b.phi(I64)
-    at.add_incoming(i(0), before)
+    at.add_incoming(i(0) if start is None else start, before)
     carried = []
     for value in initial:
         carried.append(b.phi(value.type))
         carried[-1].add_incoming(value, before)
     new = list(body(at, carried))
+    last = b.block
     following = b.add(at, i(step))
-    at.add_incoming(following, b.block)
+    at.add_incoming(following, last)
     for phi, value in zip(carried, new, strict=True):
-        phi.add_incoming(value, b.block)
+        phi.add_incoming(value, last)
     b.cbranch(b.icmp_signed("<", following, stop), inside, after)
     b.position_at_end(after)
-    return new
+    if start is None:
+        return new
+    results = []
+    for old, value in zip(initial, new, strict=True):
+        results.append(b.phi(value.type))
+        results[-1].add_incoming(old, before)
+        results[-1].add_incoming(value, last)
+    return results
 
 
 def exp(b: Any, x: Any) -> Any:
@@ -225,6 +265,24 @@ def exp(b: Any, x: Any) -> Any:
     p = fma(b, b.fmul(p, r), r, b.fadd(r, constant(1.0)))
     exponent = b.shl(b.add(b.fptosi(n, VI32), integers(127)), integers(23))
     return b.fmul(p, b.bitcast(exponent, VF32))
+
+
+def exp2(b: Any, x: Any) -> Any:
+    """2 to the power x <= 0, relative error under 2e-7, 2**0 = 1; x below -126 counts as -126.
+
+    Of the operations of which processors have fewest units it takes five, those of the polynomial
+    (of degree 5, made for the least relative error).
+    """
+    # As unsigned integers negative floats are in the order of their magnitudes.
+    bits, lowest = b.bitcast(x, VI32), b.bitcast(constant(-126.0), VI32)
+    x = b.bitcast(b.select(b.icmp_unsigned("<", bits, lowest), bits, lowest), VF32)
+    shifted = b.fadd(x, constant(MAGIC))
+    r = b.fsub(x, b.fsub(shifted, constant(MAGIC)))
+    p = constant(1.326472731307149e-3)
+    for c in (9.671512991189957e-3, 5.550733581185341e-2, 0.24022242426872253, 0.69314700365, 1.0):
+        p = fma(b, p, r, constant(c))
+    exponent = b.shl(b.bitcast(shifted, VI32), integers(23))
+    return b.bitcast(b.add(b.bitcast(p, VI32), exponent), VF32)
 
 
 def load_bfloat16(b: Any, address: Any, byte_offset: Any) -> Any:
@@ -324,19 +382,44 @@ def row_silu_mul(typing_context, gate, up, out, n):  # type: ignore[no-untyped-d
     return types.void(i64, i64, i64, i64), generate
 
 
+def _store_words(b: Any, words: Any, first: Any, q: Any, at: Any) -> Any:
+    """32 integers as `row_quantize` wants words; returns the sum of products of neighbours.
+
+    first: the first 16 as 32 bits.
+    """
+    offset = ir.Constant(V2I16, [WORD_OFFSET] * LANES + [0] * LANES)
+    order = [lane // 4 * 4 + (0, 2, 1, 3)[lane % 4] for lane in range(2 * LANES)]
+    words = b.add(words, offset)
+    places = ir.Constant(ir.VectorType(I32, 2 * LANES), order)
+    store(b, b.shuffle_vector(words, words, places), q, at, 1)
+    first = b.add(first, integers(WORD_OFFSET))
+    half = ir.VectorType(I32, LANES // 2)
+    even, odd = (
+        b.shuffle_vector(first, first, ir.Constant(half, list(range(begin, LANES, 2))))
+        for begin in (0, 1)
+    )
+    total = declare(b, "llvm.vector.reduce.add.v8i32", I32, [half])
+    return b.call(total, [b.mul(even, odd)])
+
+
 @intrinsic
-def row_quantize(typing_context, x, q, xs, n):  # type: ignore[no-untyped-def]
+def row_quantize(typing_context, x, q, xs, n, as_words):  # type: ignore[no-untyped-def]
     """n float32 to integers of 12 bits in blocks of 32, n a multiple of 32.
 
     A block's scale is the power of two with which its largest magnitude becomes 1,024 to 2,047.
     q gets 64 bytes per block: of all 32 integers `integer >> 4`, from -128 to 127, then what is
-    left of each, 0 to 15. xs gets four float32, those of the next block 256 bytes further: `MAGIC`
-    times the scale, and the scale times the sum of all integers, of the first 16 and of the others.
+    left of each, 0 to 15. If as_words is not 0, it gets the integers themselves as 16 bits, of each
+    four in the order 0, 2, 1, 3, the first 16 with WORD_OFFSET added (`pairs`), those of the next
+    block 512 bytes further.
+    xs gets four float32, those of the next block 256 bytes further: `MAGIC` times the scale, and
+    the scale times the sum of all integers, of the first 16 and of the others; with words instead
+    of the last the sum of the products of columns 0 and 1, 2 and 3, ... 14 and 15 with their
+    offset, as a negative integer.
     A block with NaN, or with a magnitude of 2**100 and more, gets NaN for scale.
     """
 
     def generate(context, b, signature, arguments):  # type: ignore[no-untyped-def]
-        x, q, xs, n = arguments
+        x, q, xs, n, as_words = arguments
 
         def word(value: int) -> Any:
             return ir.Constant(I32, value)
@@ -360,28 +443,37 @@ def row_quantize(typing_context, x, q, xs, n):  # type: ignore[no-untyped-def]
             is_number = b.icmp_signed("<", power, word(127 + 100))
             scale = b.shl(b.sub(power, word(_TOP_POWER)), word(23))
             scale = b.bitcast(b.select(is_number, scale, nan), F32)
-            row = b.add(scaled(b, at, 2), q)
             values = []
-            for half, part in enumerate(parts):
+            for part in parts:
                 rounded = unary(b, "rint", b.fmul(part, inverse))
                 # NaN becomes a number here: its scale says what it was.
                 rounded = minimum(b, maximum(b, rounded, constant(-2048.0)), constant(2047.0))
                 values.append(b.fptosi(rounded, VI32))
-                high, low = b.ashr(values[-1], integers(4)), b.and_(values[-1], integers(15))
-                store(b, b.trunc(high, VI8), row, i(16 * half), 1)
-                store(b, b.trunc(low, VI8), row, i(32 + 16 * half), 1)
-            sums = _sums_of_two(b, *values)
+            integers_ = _words(b, *values)
+            # No sum is beyond 16 bits: 16 times -2,048 is -32,768.
+            sums = b.sitofp(_sums_of_two(b, integers_), ir.VectorType(F32, 4))
+            sums = b.insert_element(sums, ir.Constant(F32, MAGIC), ir.Constant(I32, 0))
+            factor = ir.Constant(ir.VectorType(F32, 4), ir.Undefined)
+            factor = b.insert_element(factor, scale, ir.Constant(I32, 0))
+            factor = b.shuffle_vector(factor, factor, ir.Constant(ir.VectorType(I32, 4), [0] * 4))
             block = scaled(b, at, 8)  # 256 bytes per 32 values
-            store(b, b.fmul(scale, ir.Constant(F32, MAGIC)), xs, block, 4)
-            for place, total in enumerate((b.add(*sums), *sums)):
-                value = b.fmul(scale, b.sitofp(total, F32))
-                store(b, value, xs, b.add(block, i(4 + 4 * place)), 4)
+            store(b, b.fmul(sums, factor), xs, block, 4)
+            with b.if_else(b.icmp_signed("!=", as_words, i(0))) as (words, parts):
+                with words:
+                    pairs = _store_words(b, integers_, values[0], q, scaled(b, at, 16))
+                    store(b, b.sub(word(0), pairs), xs, b.add(block, i(12)), 4)
+                with parts:
+                    high = b.ashr(integers_, ir.Constant(V2I16, [4] * 32))
+                    low = b.and_(integers_, ir.Constant(V2I16, [15] * 32))
+                    pieces = [b.bitcast(piece, V4I8) for piece in (high, low)]
+                    lower_bytes = ir.Constant(ir.VectorType(I32, 64), list(range(0, 128, 2)))
+                    store(b, b.shuffle_vector(*pieces, lower_bytes), q, scaled(b, at, 2), 1)
             return []
 
         loop(b, n, 32, [], body)
         return context.get_dummy_value()
 
-    return types.void(i64, i64, i64, i64), generate
+    return types.void(i64, i64, i64, i64, i64), generate
 
 
 @intrinsic
