@@ -52,7 +52,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`(dq, dk, dv)`, fresh and contiguous; arguments as in `triton.backward`.
 
-    With `problem.deterministic`, or few keys, dQ is summed up in the order of the keys; else in any.
+    With `problem.deterministic`, or few keys, dQ is summed up in the order of the keys; without, in
+    any order.
     """
     q, k, v = inputs.q, inputs.k, inputs.v
     if q.numel() == 0 or k.numel() == 0:
