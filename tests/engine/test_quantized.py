@@ -85,7 +85,9 @@ def test_tokens_do_not_depend_on_the_company(options, alone):
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(
-    "rows", [[0], [39], [2, 40, 41], [40, 43], [], [0, 5, 43], list(range(44))], ids=str
+    "rows",
+    [[0], [39], [2, 40, 41], [40, 43], [], [0, 5, 43], [43, 2], list(range(44))],
+    ids=str,
 )
 def test_rows_whose_result_is_wanted(rows, threads, monkeypatch):
     """They have the same bits as among all, and K and V of all are stored."""

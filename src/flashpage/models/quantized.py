@@ -152,24 +152,25 @@ class QuantizedDecoder(nn.Module):
             ArgumentError: a cache of another dtype, or whose `block_size` is no multiple of 16, a
                 token without a slot, or one that is not in the vocabulary.
         """
-        config = self.config
-        slots = metadata.slot_mapping.numpy()
-        self._check_cache(kv_cache, slots)
-        starts, tables = _sequences(metadata, kv_cache.block_size)
-        ids = input_ids.numpy()
-        if ids.min() < 0 or ids.max() >= config.vocab_size:
+        config, threads = self.config, num_threads()
+        slots, ids, places = (x.numpy() for x in (metadata.slot_mapping, input_ids, positions))
+        low_id, high_id, low_slot, high_slot, high_place = call(
+            kernels(_STEP).extremes, threads, ids, slots, places
+        )
+        self._check_cache(kv_cache, low_slot, high_slot)
+        if low_id < 0 or high_id >= config.vocab_size:
             raise ArgumentError(
-                f"input_ids must be from 0 to {config.vocab_size - 1}, got "
-                f"{ids.min()} to {ids.max()}"
+                f"input_ids must be from 0 to {config.vocab_size - 1}, got {low_id} to {high_id}"
             )
-        wanted = np.arange(len(slots)) if rows is None else np.array(rows, np.int64)
-        wanted_starts = np.searchsorted(wanted, starts)
-        if (np.diff(wanted_starts) > 1).any() and len(wanted) < len(slots):
-            return self.forward(input_ids, positions, kv_cache, metadata)[wanted]
-        threads = num_threads()
+        starts, tables = _sequences(metadata, kv_cache.block_size)
+        wanted, wanted_starts = np.arange(len(slots)), starts
+        if rows is not None:
+            wanted = np.array(rows, np.int64)
+            if not _at_most_one_of_each(wanted, starts):
+                return self.forward(input_ids, positions, kv_cache, metadata)[wanted]
+            wanted_starts = np.searchsorted(wanted, starts)
         x = self._embed(input_ids, threads)
-        places = positions.numpy()
-        self._extend_angles(int(places.max()) + 1)
+        self._extend_angles(high_place + 1)
         out = torch.empty(len(wanted), config.hidden_size)
         everyone_came = call(
             kernels(_STEP).run,
@@ -266,7 +267,7 @@ class QuantizedDecoder(nn.Module):
         rotation = self.rotary(torch.arange(have), torch.float32)
         self._cos, self._sin = (x.squeeze(1).contiguous() for x in rotation)
 
-    def _check_cache(self, kv_cache: KVCache, slots: np.ndarray) -> None:
+    def _check_cache(self, kv_cache: KVCache, low_slot: int, high_slot: int) -> None:
         if kv_cache.block_size % BLOCK_MULTIPLE:
             raise ArgumentError(
                 f"block_size = {kv_cache.block_size} must be a multiple of {BLOCK_MULTIPLE} with "
@@ -277,10 +278,10 @@ class QuantizedDecoder(nn.Module):
                 f"the KV cache must have the model's dtype {self.dtype}, got {kv_cache.k[0].dtype}"
             )
         num_slots = kv_cache.num_blocks * kv_cache.block_size
-        if slots.min() < 0 or slots.max() >= num_slots:
+        if low_slot < 0 or high_slot >= num_slots:
             raise ArgumentError(
                 f"slot_mapping must name a slot from 0 to {num_slots - 1} for every token, got "
-                f"{slots.min()} to {slots.max()}"
+                f"{low_slot} to {high_slot}"
             )
 
     def _cache_addresses(self, kv_cache: KVCache) -> np.ndarray:
@@ -342,6 +343,13 @@ def _check_threads(everyone_came: bool, threads: int) -> None:
             f"{threads} threads did not get to run at the same time within minutes; "
             "threads = 1 needs no others"
         )
+
+
+def _at_most_one_of_each(wanted: np.ndarray, starts: np.ndarray) -> bool:
+    """Whether these rows ascend, and are of as many sequences."""
+    sequences = np.searchsorted(starts, wanted, side="right")
+    inside = (sequences > 0) & (sequences < len(starts))
+    return bool(inside.all() and (np.diff(sequences) > 0).all())
 
 
 class _Sequences(NamedTuple):

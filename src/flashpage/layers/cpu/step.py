@@ -489,6 +489,12 @@ def run(  # type: ignore[no-untyped-def]
 
 
 @jit(**EXACT)
+def extremes(ids, slots, positions):  # type: ignore[no-untyped-def]
+    """The smallest and largest of int64 `[num_rows]` ids and slots, and the largest position."""
+    return ids.min(), ids.max(), slots.min(), slots.max(), positions.max()
+
+
+@jit(**EXACT)
 def embed(weight, ids, out):  # type: ignore[no-untyped-def]
     """Rows `ids` of a packed table to float32 `[len(ids), 32 * blocks]`; weight: see `multiply`."""
     w, s, kind, num_blocks, block_bytes, scale_bytes = weight
