@@ -125,6 +125,17 @@ class QuantizedDecoder(nn.Module):
         self.rotary = RotaryEmbedding(config.head_dim, config.rope)
         self._cos = self._sin = torch.empty(0, config.head_dim)
         self._weights, self._vectors = _tables(self.layers_)
+        # What every step passes on.
+        self._tag, self._head_address = forms.tag(self.form), self.head.address()
+        self._eps = np.float32(config.rms_norm_eps)
+        self._scale = np.float32(config.head_dim**-0.5)
+        self._shape = (
+            config.hidden_size,
+            config.intermediate_size,
+            config.num_q_heads,
+            config.num_kv_heads,
+            config.head_dim,
+        )
         self._caches: tuple[KVCache | None, np.ndarray] = (None, np.empty(0, np.int64))
 
     @property
@@ -175,7 +186,7 @@ class QuantizedDecoder(nn.Module):
         everyone_came = call(
             kernels(_STEP).run,
             threads,
-            forms.tag(self.form),
+            self._tag,
             _KV_TAGS[self.dtype],
             x,
             slots,
@@ -191,15 +202,9 @@ class QuantizedDecoder(nn.Module):
             self._cos.data_ptr(),
             self._sin.data_ptr(),
             self.norm_weight.data_ptr(),
-            np.float32(config.rms_norm_eps),
-            np.float32(config.head_dim**-0.5),
-            (
-                config.hidden_size,
-                config.intermediate_size,
-                config.num_q_heads,
-                config.num_kv_heads,
-                config.head_dim,
-            ),
+            self._eps,
+            self._scale,
+            self._shape,
             out.data_ptr(),
             threads,
             PATIENCE,
@@ -210,7 +215,8 @@ class QuantizedDecoder(nn.Module):
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """`[R, hidden_size]` -> `[R, vocab_size]` float32."""
-        hidden = hidden.float().contiguous()
+        if hidden.dtype != torch.float32 or not hidden.is_contiguous():
+            hidden = hidden.float().contiguous()
         rows, size = hidden.shape
         out = torch.empty(rows, self.head.groups * GROUP)
         threads = num_threads()
@@ -218,8 +224,8 @@ class QuantizedDecoder(nn.Module):
             everyone_came = call(
                 kernels(_LINEAR).linear,
                 threads,
-                forms.tag(self.form),
-                self.head.address(),
+                self._tag,
+                self._head_address,
                 self.head.groups,
                 hidden.data_ptr(),
                 rows,
