@@ -105,14 +105,16 @@ def test_a_row_does_not_depend_on_others(type_name: str, form: str) -> None:
         assert torch.equal(multiply(form, weight, x[start:stop]), together[start:stop])
 
 
+@pytest.mark.parametrize("type_name", KINDS)
+@pytest.mark.parametrize("rows", [3, 19])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_what_is_no_number_is_not_hidden(value: float) -> None:
-    weight = pack("Q4_1", raw_rows("Q4_1", 16, 64), 64)
-    x = torch.randn(3, 64)
+def test_what_is_no_number_is_not_hidden(value: float, rows: int, type_name: str) -> None:
+    weight = pack(type_name, raw_rows(type_name, 16, 256), 256)
+    x = torch.randn(rows, 256)
     x[1, 7] = value
     out = multiply(FORMS[0], weight, x)
     assert not out[1].isfinite().any()
-    assert out[[0, 2]].isfinite().all()
+    assert out[[0, *range(2, rows)]].isfinite().all()
 
 
 def test_a_form_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
