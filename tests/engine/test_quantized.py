@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -107,6 +110,21 @@ def test_rows_whose_result_is_wanted(rows, threads, monkeypatch):
     for name in ("k", "v"):
         for layers in zip(*(getattr(cache, name) for cache in caches), strict=True):
             assert torch.equal(*(x.nan_to_num(7) for x in layers))
+
+
+def test_few_rows_among_more_threads():
+    """Of which only some are wanted: rows that each thread had for itself are shared at the end."""
+    script = """
+from engine.test_quantized import prompts, tiny
+from flashpage.engine.sampling_params import SamplingParams
+params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+asked = [[200, 31, 77], [5, 7], [9, 8, 7, 6, 5]]
+found = [[tiny(threads=n).generate(p, params)[0].token_ids for p in asked] for n in (1, 3, 4)]
+assert found[0] == found[1] == found[2], found
+"""
+    environment = dict(os.environ, NUMBA_NUM_THREADS="4", OMP_WAIT_POLICY="passive")
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=300, env=environment)
 
 
 def test_two_engines_in_one_process(alone):

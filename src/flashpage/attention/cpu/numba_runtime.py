@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 
 logger = logging.getLogger("flashpage")
@@ -27,6 +28,9 @@ _current = threading.local()
 # numba's fallback threading layer must not be entered twice; and two calls at once would only
 # share the same cores.
 _lock = threading.Lock()
+
+_loaded: set[tuple[object, ...]] = set()
+"""kernels that have been called, with what tells their signatures apart"""
 
 
 @cache
@@ -64,15 +68,28 @@ def call(kernel: Any, threads: int, *args: object) -> Any:
 
         numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
         _current.threads = threads
+    # By lengths of tuples and dtypes a kernel's signatures differ.
+    signature = (id(kernel), *[_part_of_signature(x) for x in args])
     with _lock:
-        return kernel(*args) if kernel.overloads else _first_call(kernel, *args)
+        if signature in _loaded:
+            return kernel(*args)
+        result = _first_call(kernel, *args)
+        _loaded.add(signature)
+        return result
+
+
+def _part_of_signature(x: object) -> object:
+    if type(x) is tuple:
+        return len(x)
+    return x.dtype if isinstance(x, np.ndarray) else None
 
 
 def _first_call(kernel: Any, *args: object) -> Any:
     """Call a kernel that is not loaded yet: from disk in no time, or compiled, with a word."""
     name = f"flashpage's CPU kernel '{kernel.__name__}'"
-    done = threading.Event()
-    threading.Thread(target=_say_if_compiled, args=(kernel, name, done), daemon=True).start()
+    done, missed = threading.Event(), _misses(kernel)
+    arguments = (kernel, name, missed, done)
+    threading.Thread(target=_say_if_compiled, args=arguments, daemon=True).start()
     start = time.perf_counter()
     try:
         try:
@@ -86,7 +103,7 @@ def _first_call(kernel: Any, *args: object) -> Any:
     finally:
         done.set()
     seconds = time.perf_counter() - start
-    if kernel.stats.cache_misses:
+    if _misses(kernel) > missed:
         kept = "kept on disk"
         if kernel.stats.cache_path is None:
             kept = "there is no writable folder to keep it in (FLASHPAGE_CACHE names one)"
@@ -94,10 +111,15 @@ def _first_call(kernel: Any, *args: object) -> Any:
     return result
 
 
-def _say_if_compiled(kernel: Any, name: str, done: threading.Event) -> None:
+def _misses(kernel: Any) -> int:
+    """How often code was not found on disk."""
+    return sum(kernel.stats.cache_misses.values())
+
+
+def _say_if_compiled(kernel: Any, name: str, missed: int, done: threading.Event) -> None:
     """After a second, unless the kernel is only being loaded."""
     while not done.wait(1.0):
-        if kernel.stats.cache_misses:
+        if _misses(kernel) > missed:
             logger.warning("compiling %s (once, some seconds) ...", name)
             return
 

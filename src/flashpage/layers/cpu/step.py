@@ -269,6 +269,7 @@ def _work(  # type: ignore[no-untyped-def]
     row_room = np.empty(max(hidden, dim), np.float32)
     scratch = np.empty(scratch_size(group, dim), np.float32)
     alone = num_rows < threads
+    shared_q, shared_s = xq, xs
     if alone:  # every thread has rows of its own, of all the same content: that spares meetings
         xq += thread * num_rows * (hidden // BLOCK) * X_BYTES
         xs += thread * scales_bytes(num_rows, hidden // BLOCK)
@@ -322,7 +323,7 @@ def _work(  # type: ignore[no-untyped-def]
                 for i in range(len(wanted)):
                     row_copy(q + wanted[i] * q_size * 4, q + i * q_size * 4, q_size)
                     row_copy(x + wanted[i] * hidden * 4, x + i * hidden * 4, hidden)
-            num_rows, alone = len(wanted), False
+            num_rows, alone, xq, xs = len(wanted), False, shared_q, shared_s
             positions, tasks, first_tasks, num_parts = of_wanted
             first_row, last_row = share(num_rows, thread, threads)
             in_pairs = rows_in_pairs(form, num_rows)
