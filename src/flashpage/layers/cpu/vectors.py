@@ -139,7 +139,7 @@ def _sums_of_two(b: Any, words: Any) -> Any:
 
 
 def larger(b: Any, x: Any, y: Any) -> Any:
-    """The larger of lanes without NaN: one instruction, where `maximum` takes three."""
+    """The larger of two, y if one is NaN: one instruction, where `maximum` takes three."""
     return b.select(b.fcmp_ordered(">", x, y), x, y)
 
 
@@ -268,21 +268,21 @@ def exp(b: Any, x: Any) -> Any:
 
 
 def exp2(b: Any, x: Any) -> Any:
-    """2 to the power x <= 0, relative error under 2e-7, 2**0 = 1; x below -126 counts as -126.
+    """2 to the power x <= 0, relative error under 2e-7, 2**0 = 1; x below -126 counts as -126, and
+    NaN stays NaN.
 
     Of the operations of which processors have fewest units it takes five, those of the polynomial
     (of degree 5, made for the least relative error).
     """
-    # As unsigned integers negative floats are in the order of their magnitudes.
-    bits, lowest = b.bitcast(x, VI32), b.bitcast(constant(-126.0), VI32)
-    x = b.bitcast(b.select(b.icmp_unsigned("<", bits, lowest), bits, lowest), VF32)
+    x = larger(b, constant(-126.0), x)
     shifted = b.fadd(x, constant(MAGIC))
     r = b.fsub(x, b.fsub(shifted, constant(MAGIC)))
     p = constant(1.326472731307149e-3)
     for c in (9.671512991189957e-3, 5.550733581185341e-2, 0.24022242426872253, 0.69314700365, 1.0):
         p = fma(b, p, r, constant(c))
     exponent = b.shl(b.bitcast(shifted, VI32), integers(23))
-    return b.bitcast(b.add(b.bitcast(p, VI32), exponent), VF32)
+    power = b.bitcast(b.add(b.bitcast(p, VI32), exponent), VF32)
+    return b.select(b.fcmp_ordered("ord", x, x), power, x)
 
 
 def load_bfloat16(b: Any, address: Any, byte_offset: Any) -> Any:
