@@ -386,6 +386,7 @@ def _stand_ins() -> dict[str, types.ModuleType]:
         barrier_sync=_named_sync,
         barrier_arrive=_named_arrive,
         release=_release,
+        tell=_release,
         hold_here=lambda x: x,
         hold_rows_here=lambda x: x,
         split_rows=_split_rows,

@@ -45,7 +45,7 @@ from flashpage.attention.hopper.backward_work import (
 from flashpage.attention.hopper.backward_writers import adder, sender
 from flashpage.attention.hopper.forward_softmax import LOG2E, tanh
 from flashpage.attention.hopper.forward_work import told
-from flashpage.attention.hopper.instructions import keep_where, release
+from flashpage.attention.hopper.instructions import keep_where, release, tell
 
 # ---------------------------------------------------------------------------------------------
 # The warpgroups that compute
@@ -210,7 +210,7 @@ def _consumer(
         if VARLEN:
             len_q = told(block_s, slot * NUMBERS + LEN_Q, 8)
             len_k = told(block_s, slot * NUMBERS + LEN_K, 8)
-        release(block_empty.index(slot))
+        tell(block_empty.index(slot))
         k = k_s.index(block & (K_BUFFERS - 1)).reshape([BLOCK_N, BLOCK_D])
         v = v_s.index(block & (V_BUFFERS - 1)).reshape([BLOCK_N, BLOCK_D])
         dk = gl.zeros([BLOCK_N, BLOCK_D], gl.float32, D_LAYOUT)
@@ -371,8 +371,8 @@ def backward_kernel(
     for i in gl.static_range(V_BUFFERS):
         mbarrier.init(v_empty.index(i), count=1 if V_BUFFERS == 2 else 256)
     for i in gl.static_range(2):
-        mbarrier.init(block_full.index(i), count=1)
-        mbarrier.init(block_empty.index(i), count=256 + ADDERS + (1 if K_BUFFERS == 2 else 0))
+        mbarrier.init(block_full.index(i), count=32)
+        mbarrier.init(block_empty.index(i), count=256 + 32 * ADDERS + (32 if K_BUFFERS == 2 else 0))
     for i in gl.static_range(ADDERS):
         mbarrier.init(dq_full.index(i), count=256)
         mbarrier.init(dq_empty.index(i), count=1)

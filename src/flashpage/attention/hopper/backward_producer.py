@@ -28,6 +28,7 @@ from flashpage.attention.hopper.backward_work import (
 )
 from flashpage.attention.hopper.forward_producer import fetch
 from flashpage.attention.hopper.forward_work import publish
+from flashpage.attention.hopper.instructions import tell
 
 
 @gluon.jit
@@ -90,7 +91,7 @@ def producer(
             publish(block_s, slot * NUMBERS + SEQUENCE, sequence)
             publish(block_s, slot * NUMBERS + KV_HEAD, kv_head)
             publish(block_s, slot * NUMBERS + FIRST_K, first_k)
-            mbarrier.arrive(block_full.index(slot), count=1)
+            tell(block_full.index(slot))
             for member in range(group_size):
                 head = kv_head * group_size + member
                 tile = lane + member * num_tiles_m
@@ -149,4 +150,4 @@ def producer(
     slot, block_phase = buffer_of(block, 2)
     mbarrier.wait(block_empty.index(slot), block_phase ^ 1)
     publish(block_s, slot * NUMBERS + COL_LO, -1)
-    mbarrier.arrive(block_full.index(slot), count=1)
+    tell(block_full.index(slot))

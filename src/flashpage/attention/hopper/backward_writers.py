@@ -38,6 +38,7 @@ from flashpage.attention.hopper.forward_work import told
 from flashpage.attention.hopper.instructions import (
     copies_done,
     next_turn,
+    tell,
     tma_add,
     wait_for_turn,
 )
@@ -160,7 +161,7 @@ def adder(
                     dq_empty, BLOCK_M, BLOCK_D, VARLEN, ADDERS, NUMBER,
                 )  # fmt: skip
                 uses += 1
-            mbarrier.arrive(block_empty.index(slot), count=1)
+            tell(block_empty.index(slot))
             block += 1
             col_lo = next_block(block_s, block_full, block, 1)
 
@@ -181,7 +182,7 @@ def sender(
             kv_head = told(block_s, slot * NUMBERS + KV_HEAD, 1)
             first_k = told(block_s, slot * NUMBERS + FIRST_K, 1)
             len_k = told(block_s, slot * NUMBERS + LEN_K, 1)
-            mbarrier.arrive(block_empty.index(slot), count=1)
+            tell(block_empty.index(slot))
             mbarrier.wait(out_full.index(slot), phase)
             if V_BUFFERS == 2:
                 _send(dv_desc, v_s.index(slot), sequence, first_k, len_k, col_lo, kv_head, VARLEN)

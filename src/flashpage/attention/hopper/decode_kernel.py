@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from flashpage.attention.hopper.forward_kernel import FIRST_BARRIER, walk
 from flashpage.attention.hopper.forward_producer import bring_first_keys, bring_keys
 from flashpage.attention.hopper.forward_work import key_range, publish, told
-from flashpage.attention.hopper.instructions import barrier_arrive, barrier_sync
+from flashpage.attention.hopper.instructions import barrier_arrive, barrier_sync, tell
 
 CONSUMERS = gl.constexpr(2)
 BLOCK_M = gl.constexpr(128)
@@ -86,7 +86,7 @@ def _producer(
         publish(tile_s, 4, len_k)
         publish(tile_s, 5, lo)
         publish(tile_s, 6, hi)
-        mbarrier.arrive(tile_full, count=1)
+        tell(tile_full)
         pages = bring_first_keys(
             k_desc, table_row, sequence, sequence * capacity, len_k, hi, kv_head, num_pages, k_s,
             k_full, k_empty, blocks_done, BLOCK_N, BLOCK_D, K_STAGES, CHUNK, PAGE, True,
@@ -111,7 +111,7 @@ def _producer(
             part = num_parts
     mbarrier.wait(tile_empty, (parts_done & 1) ^ 1)
     publish(tile_s, 0, -1)
-    mbarrier.arrive(tile_full, count=1)
+    tell(tile_full)
 
 
 @gluon.jit
@@ -170,7 +170,7 @@ def _consumer(
         len_k = told(tile_s, 4)
         lo = told(tile_s, 5)
         hi = told(tile_s, 6)
-        mbarrier.arrive(tile_empty, count=1)
+        tell(tile_empty)
         row = row_lo + WARPGROUP * 64
         # Of these 64 rows alone, within what all rows of the tile walk.
         _, full_lo, full_hi, _ = key_range(
@@ -254,8 +254,8 @@ def decode_kernel(
     k_empty = _barriers(K_STAGES, 128 * CONSUMERS)
     v_full = _barriers(V_STAGES, 1)
     v_empty = _barriers(V_STAGES, 128 * CONSUMERS)
-    tile_full = _barriers(1, 1).index(0)
-    tile_empty = _barriers(1, CONSUMERS).index(0)
+    tile_full = _barriers(1, 32).index(0)
+    tile_empty = _barriers(1, 128 * CONSUMERS).index(0)
     tile_s = gl.allocate_shared_memory(gl.int32, [8, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     fence_async_shared()
     # Arguments are spelled out: in a variable, compile-time values would cease to be such.

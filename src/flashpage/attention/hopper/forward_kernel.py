@@ -43,6 +43,7 @@ from flashpage.attention.hopper.instructions import (
     scale_partial_sums,
     split_rows,
     split_vector,
+    tell,
     unpack_pairs,
 )
 
@@ -294,7 +295,7 @@ def _consumer(
         first_q = told(tile_s, 3)
         len_q = told(tile_s, 4)
         len_k = told(tile_s, 5)
-        mbarrier.arrive(tile_empty, count=1)
+        tell(tile_empty)
         lo, hi = tile_blocks(
             row_lo, len_q, len_k, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT
         )
@@ -414,8 +415,8 @@ def forward_kernel(
     for i in gl.static_range(V_STAGES):
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(v_empty.index(i), count=128 * CONSUMERS)
-    mbarrier.init(tile_full, count=1)
-    mbarrier.init(tile_empty, count=CONSUMERS)
+    mbarrier.init(tile_full, count=32)
+    mbarrier.init(tile_empty, count=128 * CONSUMERS)
     fence_async_shared()
     # Arguments are spelled out: in a variable, compile-time values would cease to be such.
     if CONSUMERS == 1:

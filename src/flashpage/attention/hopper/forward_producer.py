@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from flashpage.attention.hopper.forward_work import find_tile, publish, tile_blocks
+from flashpage.attention.hopper.instructions import tell
 
 RAGGED_ROWS = gl.constexpr(2**30)
 """Length of the row dimension of a ragged descriptor."""
@@ -177,7 +178,7 @@ def producer(
             publish(tile_s, 3, first_q)
             publish(tile_s, 4, len_q)
             publish(tile_s, 5, len_k)
-            mbarrier.arrive(tile_full, count=1)
+            tell(tile_full)
             kv_head = head // group_size
             lo, hi = tile_blocks(
                 row_lo, len_q, len_k, window_left, window_right,
@@ -209,4 +210,4 @@ def producer(
             tile = num_tiles
     mbarrier.wait(tile_empty, (tiles_done & 1) ^ 1)
     publish(tile_s, 0, -1)
-    mbarrier.arrive(tile_full, count=1)
+    tell(tile_full)

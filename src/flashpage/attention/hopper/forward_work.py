@@ -105,7 +105,7 @@ def find_tile(
 
 @gluon.jit
 def publish(numbers_s, index, value):
-    """Leave a number for the other warps; by one warp, which then arrives at a barrier."""
+    """Leave a number for the other warps; by one warp, whose lanes all store it, then `tell`."""
     numbers_s.index(index).store(
         gl.full([1], value, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
     )
