@@ -279,7 +279,7 @@ class TestBench:
         assert result.exit_code == 0, result.output
         report = json.loads(result.stdout.splitlines()[-1])
         assert report["setup"]["batch"] == 2
-        assert report["result"]["dtype"] == "float32"
+        assert report["result"]["dtype"] == report["result"]["weights"] == "float32"
         rates = [v for k, v in report["result"].items() if k.endswith("_rate")]
         assert len(rates) == 3
         assert min(rates) > 0

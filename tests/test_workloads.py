@@ -251,6 +251,16 @@ def test_from_the_command_line(tmp_path):
     report = json.loads(result.stdout.splitlines()[-1])
     assert report["setup"]["workload"] == "single"
     assert [row["case"] for row in report["results"]] == ["2 in, 10 out", "first token of 20"]
+    for line, message in (
+        (
+            "bench single --prompt-len 20",
+            "--prompt-len = 20 is for the workload batch, not for single",
+        ),
+        ("bench --rounds 2", "--rounds = 2 is for workloads other than batch, not for batch"),
+    ):
+        result = CliRunner().invoke(cli.app, line.split())
+        assert result.exit_code == 2
+        assert message in result.output
     result = CliRunner().invoke(cli.app, ["bench", "fast"])
     assert result.exit_code == 2
     assert "must be one of batch, mixed, single" in result.output

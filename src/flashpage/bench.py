@@ -38,6 +38,8 @@ class BenchResult:
     """What came out; rates are over the whole batch, in tokens per second.
 
     Attributes:
+        weights: what they are kept as: "quantised" (the blocks of a file, or `quantize`), or dtype.
+        dtype: of keys and values, and without quantised weights of everything.
         load_seconds: until the model was ready.
         total_seconds: from the first request's arrival to the last token.
         prefill_rate: prompt tokens, until every request had its first token.
@@ -47,6 +49,7 @@ class BenchResult:
     """
 
     name: str
+    weights: str
     dtype: str
     threads: int
     load_seconds: float
@@ -90,10 +93,13 @@ def run_bench(setup: BenchSetup) -> BenchResult:
     end = max(o.metrics.finish_time for o in outputs)
     new_tokens = sum(o.metrics.num_generated_tokens for o in outputs)
     first = [o.metrics.first_token_time - o.metrics.arrival_time for o in outputs]
+    dtype = str(llm.engine.config.dtype).removeprefix("torch.")
+    quantised = _is_quantised(llm)
     return BenchResult(
         name=llm.name,
-        dtype=str(llm.engine.config.dtype).removeprefix("torch."),
-        threads=_threads(llm),
+        weights="quantised" if quantised else dtype,
+        dtype=dtype,
+        threads=_num_threads(quantised),
         load_seconds=load_seconds,
         total_seconds=end - start,
         prefill_rate=setup.batch * setup.prompt_len / (all_started - start),
@@ -103,15 +109,19 @@ def run_bench(setup: BenchSetup) -> BenchResult:
     )
 
 
-def _threads(llm: LLM) -> int:
+def _is_quantised(llm: LLM) -> bool:
+    from flashpage.models.quantized import QuantizedDecoder
+
+    return isinstance(llm.engine.model, QuantizedDecoder)
+
+
+def _num_threads(quantised: bool) -> int:
     """How many compute."""
     import torch
 
-    from flashpage.models.quantized import QuantizedDecoder, num_threads
+    from flashpage.models.quantized import num_threads
 
-    if isinstance(llm.engine.model, QuantizedDecoder):
-        return num_threads()
-    return torch.get_num_threads()
+    return num_threads() if quantised else torch.get_num_threads()
 
 
 def print_report(setup: BenchSetup, result: BenchResult) -> None:
@@ -120,7 +130,10 @@ def print_report(setup: BenchSetup, result: BenchResult) -> None:
     from rich.table import Table
 
     table = Table("measure", "value")
-    table.add_row("model", f"{result.name}, {result.dtype}, {result.threads} threads")
+    kept = result.dtype
+    if result.weights != result.dtype:
+        kept = f"{result.weights} weights, keys and values {result.dtype}"
+    table.add_row("model", f"{result.name}, {kept}, {result.threads} threads")
     table.add_row("load", f"{result.load_seconds:.1f} s")
     table.add_row("total", f"{result.total_seconds:.2f} s")
     table.add_row("prefill", f"{result.prefill_rate:.1f} tokens/s")

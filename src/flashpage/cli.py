@@ -249,9 +249,21 @@ def chat(
                 messages += [turn, {"role": "assistant", "content": reply}]
 
 
+def _refuse_options_of_others(context: typer.Context, workload: str) -> None:
+    """The sizes of `batch` are its own, and it is neither repeated nor scaled."""
+    sizes, repeats = ("batch", "prompt_len", "new_tokens"), ("rounds", "scale")
+    for name in repeats if workload == "batch" else sizes:
+        # By its name: the class is click's, which typer may carry within itself.
+        if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE":
+            option = f"--{name.replace('_', '-')} = {context.params[name]}"
+            whose = "the workload batch" if name in sizes else "workloads other than batch"
+            raise ArgumentError(f"{option} is for {whose}, not for {workload}")
+
+
 @app.command()
 @_report_errors
 def bench(
+    context: typer.Context,
     workload: Annotated[
         str,
         typer.Argument(
@@ -300,6 +312,7 @@ def bench(
     known = ("batch", *workloads.WORKLOADS)
     if workload not in known:
         raise ArgumentError(f"WORKLOAD = {workload!r} must be one of {', '.join(known)}")
+    _refuse_options_of_others(context, workload)
     engine: dict[str, Any] = {"enforce_eager": enforce_eager, "quantize": quantize}
     if threads is not None:
         engine["threads"] = threads

@@ -122,7 +122,12 @@ def test_a_form_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHPAGE_CPU_FORM", "portable")
     assert forms.best_form() == "portable"
     monkeypatch.setenv("FLASHPAGE_CPU_FORM", "sse9")
-    with pytest.raises(ArgumentError, match="FLASHPAGE_CPU_FORM = 'sse9' can not be run here"):
+    with pytest.raises(ArgumentError, match="FLASHPAGE_CPU_FORM = 'sse9' must be one of amx, "):
+        forms.best_form()
+    monkeypatch.setenv(
+        "FLASHPAGE_CPU_FORM", next(name for name in forms.NAMES if name not in FORMS)
+    )
+    with pytest.raises(ArgumentError, match="can not be run here: this processor has "):
         forms.best_form()
 
 

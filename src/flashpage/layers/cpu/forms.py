@@ -77,12 +77,14 @@ def best_form() -> str:
     """The best form there is, or what the environment variable FLASHPAGE_CPU_FORM names.
 
     Raises:
-        ArgumentError: the variable names a form that this processor can not run.
+        ArgumentError: the variable names no form, or one that this processor can not run.
     """
     available = available_forms()
     wanted = os.environ.get(_VARIABLE)
     if not wanted:
         return available[0]
+    if wanted not in NAMES:
+        raise ArgumentError(f"{_VARIABLE} = {wanted!r} must be one of {', '.join(NAMES)}")
     if wanted not in available:
         raise ArgumentError(
             f"{_VARIABLE} = {wanted!r} can not be run here: this processor has "
