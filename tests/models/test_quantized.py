@@ -204,7 +204,7 @@ def test_neighbours_of_one_kind_are_one_matrix() -> None:
     ("variable", "value", "threads", "said"),
     [
         ("OMP_THREAD_LIMIT", "1", 1, "2 threads do not run at the same time here"),
-        ("NUMBA_NUM_THREADS", "1", 1, "2 threads were asked for, quantised weights are computed"),
+        ("NUMBA_NUM_THREADS", "1", 1, "threads = 2, of which 1 compute with quantised weights"),
         ("NUMBA_THREADING_LAYER", "workqueue", 2, "the threading layer workqueue, not omp"),
     ],
 )

@@ -73,6 +73,16 @@ def test_what_can_not_stay_is_said(
     assert "is F16" in caplog.text
 
 
+@pytest.mark.parametrize("type_name", ["Q4_1", "F16"])
+def test_what_quantize_leaves_as_it_is_is_said(
+    type_name: str, tmp_path: Path, random_state: Any, write_gguf: Any, caplog: Any
+) -> None:
+    write_gguf(tmp_path / "m.gguf", "llama", random_state("llama"), type_name)
+    load_model(tmp_path / "m.gguf", quantize="q8_0")
+    said = "quantize = 'q8_0' is for matrices of floats: those that m has in blocks stay"
+    assert (said in caplog.text) == (type_name == "Q4_1")
+
+
 @pytest.mark.parametrize("where", ["file", "machine"])
 def test_nothing_packed_is_held_while_weights_are_dequantised(
     where: str, tmp_path: Path, random_state: Any, write_gguf: Any, monkeypatch: pytest.MonkeyPatch

@@ -430,7 +430,8 @@ class Engine:
             raise RequestError(
                 f"{num_prompt_tokens} prompt tokens + max_tokens = {show(max_tokens)} make "
                 f"{show(total)}: "
-                f"more than max_model_len = {config.max_model_len}"
+                f"more than max_model_len = {config.max_model_len} (cache of {config.num_blocks} "
+                f"pages of {config.block_size} tokens)"
             )
         pages = config.num_pages(num_prompt_tokens + max(max_tokens - 1, 0))
         if pages > config.num_blocks:

@@ -62,6 +62,8 @@ def check_device(device: Any) -> torch.device:
         return torch.empty(1, device=checked).device
     except Exception as error:  # each backend that is not there raises its own
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if reason.startswith("Expected one of"):  # torch's list of all that it was ever built for
+            reason = "torch knows no such device"
         raise ArgumentError(f"device = {show(device)} can not be used here: {reason}") from error
 
 

@@ -336,8 +336,8 @@ def num_threads() -> int:
 @cache
 def _say_fewer(wanted: int, most: int) -> None:
     logger.warning(
-        "%d threads were asked for, quantised weights are computed with by %d: no more than there "
-        "are processors, or than NUMBA_NUM_THREADS says",
+        "threads = %d, of which %d compute with quantised weights: no more than there are "
+        "processors, or than NUMBA_NUM_THREADS says",
         wanted,
         most,
     )

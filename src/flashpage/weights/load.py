@@ -173,6 +173,12 @@ def _quantized(
     if reason:
         logger.warning("the weights of %s are dequantised: %s", checkpoint.name, reason)
         return None
+    if chosen and checkpoint.file is not None and quantized.has_blocks(checkpoint.file):
+        logger.warning(
+            "quantize = %r is for matrices of floats: those that %s has in blocks stay as they are",
+            quantize,
+            checkpoint.name,
+        )
     if items is None:
         items = checkpoint.tensors
     if items is None:

@@ -46,6 +46,11 @@ def why_not_kept(file: GGUFFile, config: ModelConfig) -> str | None:
     return None
 
 
+def has_blocks(file: GGUFFile) -> bool:
+    """Whether matrices of the file come quantised in a way that is kept."""
+    return any(can_pack(type_name) for _, type_name in file.hf_types())
+
+
 @contextmanager
 def packing(file: GGUFFile, config: ModelConfig) -> Iterator[Iterator[Item]]:
     """The file's tensors under their Hugging Face names, matrices of blocks packed as they are.

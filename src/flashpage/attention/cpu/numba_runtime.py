@@ -120,7 +120,7 @@ def _say_if_compiled(kernel: Any, name: str, missed: int, done: threading.Event)
     """After a second, unless the kernel is only being loaded."""
     while not done.wait(1.0):
         if _misses(kernel) > missed:
-            logger.warning("compiling %s (once, some seconds) ...", name)
+            logger.warning("compiling %s (once, up to a minute) ...", name)
             return
 
 
