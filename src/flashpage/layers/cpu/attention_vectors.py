@@ -7,7 +7,6 @@ no row's result. Imported only where numba is installed.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from llvmlite import ir
@@ -198,14 +197,13 @@ def _merged(b: Any, x: Any, y: Any, factor_x: Any, factor_y: Any) -> Any:
 def _merged_m(b: Any, m: Any, other: Any) -> tuple[Any, Any, Any]:
     """m of the keys of both, and the factors of the one's and the other's l and values."""
     top = larger(b, m, other)
-    finite = _finite(b, top)
-    factor, other_factor = (exp2(b, b.fsub(x, finite)) for x in (m, other))
+    shift = _shift(b, top)
+    factor, other_factor = (exp2(b, b.fsub(x, shift)) for x in (m, other))
     return top, factor, other_factor
 
 
-def _finite(b: Any, top: Any) -> Any:
-    """What is subtracted from scores: a number where all of them are -inf, which less -inf would be
-    NaN."""
+def _shift(b: Any, top: Any) -> Any:
+    """What is subtracted from scores up to `top`: not -inf, which less itself would be NaN."""
     return larger(b, constant(LOWEST), top)
 
 
@@ -278,19 +276,20 @@ def _make_tops(num_rows: int) -> Any:
 
         def emit(b: Any, arguments: list[Any]) -> None:
             rows = _Softmax(num_rows, b, arguments)
-            lowest = constant(-math.inf)
+            minus_infinity = constant(float("-inf"))
 
             def body(row: int, where: Any, top: Any, seen: Any) -> Any:
                 x = load(b, rows.s, where, VF32, 4)
-                return larger(b, top, x if seen is None else b.select(seen, x, lowest))
+                return larger(b, top, x if seen is None else b.select(seen, x, minus_infinity))
 
-            top = reduce_rows(b, rows.over_keys(lowest, body), larger)
+            top = reduce_rows(b, rows.over_keys(minus_infinity, body), larger)
             m, factor, new_factor = _merged_m(b, rows.line(M), top)
-            new_factor = b.select(b.fcmp_ordered("==", top, lowest), ZERO, new_factor)
+            has_none = b.fcmp_ordered("==", top, minus_infinity)
+            new_factor = b.select(has_none, ZERO, new_factor)
             rows.set_line(M, m)
             rows.set_line(FACTOR, factor)
             rows.set_line(NEW_FACTOR, new_factor)
-            rows.set_line(TOP, _finite(b, top))
+            rows.set_line(TOP, _shift(b, top))
 
         def generate(context, b, signature, arguments):  # type: ignore[no-untyped-def]
             outlined(b, f"flashpage_tops_{num_rows}", arguments, emit)
