@@ -160,3 +160,22 @@ def test_bad_weights_fail_the_request_not_the_engine():
     bad, good = llm.generate([[50, 7, 90], [50, 60]], SamplingParams(temperature=0, max_tokens=5))
     assert bad.finish_reason == "error"
     assert good.finish_reason != "error"
+
+
+def test_tokens_before_one_that_is_not_a_number_keep_their_page_clean():
+    """It stays in the prefix cache when the request is aborted before its logits are seen."""
+    # The last token of the page is worked on together with the next.
+    llm = tiny(max_num_batched_tokens=15, max_num_seqs=2)
+    llm.engine.model.embedding.scale_values()[: 32 * 3] = torch.nan  # of the tokens 0 to 15
+    page = list(range(100, 116))
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    alone = llm.generate([[*page, 60, 61]], params)[0]
+    llm.engine.clear_prefix_cache()
+    llm.engine.add_request("bad", [*page, 7, *[90] * 60], params)
+    llm.engine.step()
+    llm.engine.step()
+    llm.engine.abort("bad")
+    hits = llm.engine.stats().prefix_hit_tokens
+    later = llm.generate([[*page, 60, 61]], params)[0]
+    assert llm.engine.stats().prefix_hit_tokens == hits + 16
+    assert (later.finish_reason, later.token_ids) == ("length", alone.token_ids)

@@ -179,3 +179,49 @@ def test_huge_scores():
     for out, q, (k, v) in zip(step.run(), step.q, step.keys, strict=True):
         expected = standard_attention(*(x.double()[None] for x in (q, k, v)), causal=True).out[0]
         assert (out - expected).abs().max() < 2e-2  # of scores that float32 knows to 1e-3
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("what", ["k", "v"])
+@pytest.mark.parametrize("dtype", TAGS, ids=str)
+@pytest.mark.parametrize(
+    ("heads", "dim"), [((1, 1), 64), ((3, 1), 96), ((9, 3), 64), ((8, 2), 32)], ids=str
+)
+def test_keys_that_a_row_does_not_see_have_no_part_in_it(heads, dim, dtype, what, value):
+    """Even if they are not numbers: weights of 0 would not do."""
+    context, new = 120, 30  # the second split begins at the 9th row
+    step = Step([(context, new)], heads, dim, dtype, 16)
+    (clean,) = step.run()
+    for bad in (28, 15, 11, 8, 7, 4):  # each time with those before
+        page, slot = divmod(context + bad, 16)
+        page = step.tables[0, page]
+        if what == "k":
+            step.k[page, :, :, slot] = value
+        else:
+            step.v[page, :, slot] = value
+        for threads in (1, 2):
+            (out,) = step.run(finite=False, threads=threads, shares=threads)
+            assert torch.equal(out[:bad], clean[:bad])
+            assert not out[bad].isfinite().any()
+
+
+@pytest.mark.parametrize("dtype", TAGS, ids=str)
+@pytest.mark.parametrize("low", [[(0, 128)], [(0, 140)], [(128, 300)], [(0, 256), (384, 520)]])
+def test_splits_of_which_all_scores_are_minus_infinity(low, dtype):
+    """They weigh nothing; a row that sees no other score is NaN."""
+    step = Step([(0, 520)], (2, 1), 64, dtype, 16)
+    q, (k, v) = step.q[0].fill_(1e20), step.keys[0]
+    k *= 1e-20
+    for first, stop in low:
+        k[first:stop] = -1e25
+    for t, key in enumerate(k):
+        step.k[step.tables[0, t // 16], :, :, t % 16] = key
+    expected = standard_attention(*(x.double()[None] for x in (q, k, v)), causal=True).out[0]
+    blind = low[0][1] if low[0][0] == 0 else 0
+    (out,) = step.run(finite=False, threads=2, shares=2)
+    assert out[:blind].isnan().all()
+    assert (out[blind:] - expected[blind:]).abs().max() < 5e-6
+    for row in (300, 519):
+        for shares in (1, 3):
+            (alone,) = step.run(rows=(row, row + 1), shares=shares)
+            assert torch.equal(alone, out[row : row + 1])

@@ -116,33 +116,38 @@ def _weights(n, s, seen, count, state, step):  # type: ignore[no-untyped-def]
 
 
 @jit(**EXACT)
-def _values(kv, n, p, count, units, dim, o, state, step):  # type: ignore[no-untyped-def]
-    """Add the values of `count` keys of a split to n rows (`_at_once`)."""
+def _values(kv, n, p, seen, units, dim, o, state, step):  # type: ignore[no-untyped-def]
+    """Add the values of the keys of a split that they see to n rows (`_at_once`)."""
     item_size = 2 if len(kv) == 2 else 4
     d = 0
     while d + 64 <= dim:
         offset, o_d = d * item_size, o + d * 4
         if n == 6:
-            values_6(kv, p, count, units, offset, dim, o_d, state, step)
+            values_6(kv, p, seen, units, offset, dim, o_d, state, step)
         elif n == 4:
-            values_4(kv, p, count, units, offset, dim, o_d, state, step)
+            values_4(kv, p, seen, units, offset, dim, o_d, state, step)
         elif n == 3:
-            values_3(kv, p, count, units, offset, dim, o_d, state, step)
+            values_3(kv, p, seen, units, offset, dim, o_d, state, step)
         elif n == 2:
-            values_2(kv, p, count, units, offset, dim, o_d, state, step)
+            values_2(kv, p, seen, units, offset, dim, o_d, state, step)
         else:
-            values_1(kv, p, count, units, offset, dim, o_d, state, step)
+            values_1(kv, p, seen, units, offset, dim, o_d, state, step)
         d += 64
     if d < dim:
         offset = d * item_size
         row = 0
         while row < n:
             p_row, o_row = p + row * SPLIT * 4, o + (row * dim + d) * 4
+            seen_row = seen + row * 8
             if row + 3 <= n:
-                narrow_values_3(kv, p_row, count, units, offset, dim, o_row, state + row * 4, step)
+                narrow_values_3(
+                    kv, p_row, seen_row, units, offset, dim, o_row, state + row * 4, step
+                )
                 row += 3
             else:
-                narrow_values_1(kv, p_row, count, units, offset, dim, o_row, state + row * 4, step)
+                narrow_values_1(
+                    kv, p_row, seen_row, units, offset, dim, o_row, state + row * 4, step
+                )
                 row += 1
 
 
@@ -181,7 +186,7 @@ def _attend_split(kv, q, begin, rows, dim, seen, units, s, o, state):  # type: i
     while row < rows:
         n = _at_once(rows - row)
         _values(
-            kv, n, s + row * SPLIT * 4, seen[row + n - 1], units + _TABLE * 8, dim,
+            kv, n, s + row * SPLIT * 4, seen.ctypes.data + row * 8, units + _TABLE * 8, dim,
             o + row * dim * 4, state + row * 4, step,
         )  # fmt: skip
         row += n

@@ -51,6 +51,9 @@ AHEAD = 4
 FLOAT32_KV, BFLOAT16_KV = 1, 2
 """Kinds of pages; given to kernels as a tuple of that length (as `forms` are)."""
 
+LOWEST = -3.4028234663852886e38
+"""the lowest number that float32 has"""
+
 LOG2_E = 1.4426950408889634
 """Queries are multiplied by it, and 2 is raised to scores."""
 
@@ -110,49 +113,64 @@ def _make_scores(num_rows: int, num_units: int) -> Any:
 
 def _make_values(num_rows: int, width: int) -> Any:
     @intrinsic
-    def values(typing_context, kv, p, count, units, offset, dim, o, state, step):  # type: ignore[no-untyped-def]
+    def values(typing_context, kv, p, seen, units, offset, dim, o, state, step):  # type: ignore[no-untyped-def]
         """Bring `sum_t p[row][t] * v[t][:width]` into `o[row][:width]`, each times its factor.
 
-        For the first `count` >= 1 of SPLIT keys. p `[num_rows, SPLIT]`, o `[num_rows, dim]`; state
-        and step: see `tops`. units: address of int64, where the V of the split's units is and
-        of AHEAD later ones, which are asked for meanwhile, all `offset` bytes further.
+        For the first `seen[row]` of SPLIT keys: 0 times what others hold may be NaN. p
+        `[num_rows, SPLIT]`, o `[num_rows, dim]`; seen, state and step: see `tops`. units: address
+        of int64, where the V of the split's units is and of AHEAD later ones, which are asked for
+        meanwhile, all `offset` bytes further.
         """
         which = kv.count
 
         def emit(b: Any, arguments: list[Any]) -> None:
-            p, count, units, offset, dim, o, state, step = arguments
+            p, seen, units, offset, dim, o, state, step = arguments
             size = 2 if which == BFLOAT16_KV else 4
             across = width // LANES
+            seen = [load(b, seen, i(8 * row), I64, 8) for row in range(num_rows)]
+            fewest, most = seen[0], seen[-1]
 
-            def one_unit(number: Any, sums: list[Any]) -> list[Any]:
+            def unit_at(number: Any) -> tuple[Any, Any, Any]:
                 at = scaled(b, number, 8)
                 v = b.add(load(b, units, at, I64, 8), offset)
                 next_v = b.add(load(b, units, b.add(at, i(8 * AHEAD)), I64, 8), offset)
-                unit_p = b.add(p, scaled(b, number, 4 * LANES))
-                left = b.sub(count, scaled(b, number, LANES))
+                return v, next_v, b.add(p, scaled(b, number, 4 * LANES))
+
+            def one_key(unit: tuple[Any, Any, Any], t: Any, sums: list[Any]) -> list[Any]:
+                v, next_v, unit_p = unit
+                first = b.mul(t, dim)
+                for line in range(0, width * size, 64):
+                    where = b.add(scaled(b, first, size), i(line))
+                    prefetch(b, next_v, where, cache_level=AHEAD_IN)
+                row_v = [
+                    _load_kv(b, which, v, b.add(first, i(part))) for part in range(0, width, LANES)
+                ]
+                new = []
+                for row in range(num_rows):
+                    where = b.add(i(4 * SPLIT * row), scaled(b, t, 4))
+                    weight = splat(b, load(b, unit_p, where, F32, 4))
+                    old = sums[row * across : (row + 1) * across]
+                    new += [fma(b, weight, x, y) for x, y in zip(row_v, old, strict=True)]
+                return new
+
+            def one_unit(number: Any, sums: list[Any]) -> list[Any]:
+                unit = unit_at(number)
+                left = b.sub(fewest, scaled(b, number, LANES))
                 keys = b.select(b.icmp_signed("<", left, i(LANES)), left, i(LANES))
+                return loop(b, keys, 1, sums, lambda t, sums: one_key(unit, t, sums))
 
-                def body(t: Any, sums: list[Any]) -> list[Any]:
-                    first = b.mul(t, dim)
-                    for line in range(0, width * size, 64):
-                        where = b.add(scaled(b, first, size), i(line))
-                        prefetch(b, next_v, where, cache_level=AHEAD_IN)
-                    row_v = [
-                        _load_kv(b, which, v, b.add(first, i(part)))
-                        for part in range(0, width, LANES)
-                    ]
-                    new = []
-                    for row in range(num_rows):
-                        where = b.add(i(4 * SPLIT * row), scaled(b, t, 4))
-                        weight = splat(b, load(b, unit_p, where, F32, 4))
-                        old = sums[row * across : (row + 1) * across]
-                        new += [fma(b, weight, x, y) for x, y in zip(row_v, old, strict=True)]
-                    return new
+            def one_of_the_last(key: Any, sums: list[Any]) -> list[Any]:
+                unit = unit_at(b.udiv(key, i(LANES)))
+                new = one_key(unit, b.urem(key, i(LANES)), sums)
+                # As vectors, or there would be branches.
+                place, *ends = (splat(b, b.trunc(x, I32)) for x in (key, *seen))
+                has_part = [b.icmp_signed("<", place, end) for end in ends for _ in range(across)]
+                return [b.select(*each) for each in zip(has_part, new, sums, strict=True)]
 
-                return loop(b, keys, 1, sums, body)
-
-            num_units = b.udiv(b.add(count, i(LANES - 1)), i(LANES))
+            num_units = b.udiv(b.add(fewest, i(LANES - 1)), i(LANES))
             sums = loop(b, num_units, 1, [ZERO] * (num_rows * across), one_unit)
+            if num_rows > 1:
+                sums = loop(b, most, 1, sums, one_of_the_last, start=fewest)
             for row in range(num_rows):
                 factors = [
                     splat(b, load(b, state, b.add(b.mul(step, i(place)), i(4 * row)), F32, 4))
@@ -179,13 +197,20 @@ def _merged(b: Any, x: Any, y: Any, factor_x: Any, factor_y: Any) -> Any:
 def _merged_m(b: Any, m: Any, other: Any) -> tuple[Any, Any, Any]:
     """m of the keys of both, and the factors of the one's and the other's l and values."""
     top = larger(b, m, other)
-    factor, other_factor = (exp2(b, b.fsub(x, top)) for x in (m, other))
+    shift = _shift(b, top)
+    factor, other_factor = (exp2(b, b.fsub(x, shift)) for x in (m, other))
     return top, factor, other_factor
+
+
+def _shift(b: Any, top: Any) -> Any:
+    """What is subtracted from scores up to `top`: not -inf, which less itself would be NaN."""
+    return larger(b, constant(LOWEST), top)
 
 
 M, L, FACTOR, NEW_FACTOR, TOP = range(5)
 """Lines of the state of rows: of the keys before, the largest score and the sum of weights; the
-factors of their values and of those of the split that is worked on; its largest score."""
+factors of their values and of those of the split that is worked on; its largest score, at least
+LOWEST."""
 
 _NONE = ir.Constant(VF32, ir.Undefined)
 
@@ -242,22 +267,29 @@ def _make_tops(num_rows: int) -> Any:
     def tops(typing_context, s, seen, count, state, step):  # type: ignore[no-untyped-def]
         """The largest of each row's first `seen[row]` >= 1 scores, to TOP; M and factors with it.
 
+        A split whose scores are all -inf has no part in its row. If every split of a row is so, its
+        L stays 0.
+
         s `[num_rows, SPLIT]`; seen: address of int64 `[num_rows]`, in ascending order, at most
         `count`; state: of the first row, whose lines are `step` bytes apart.
         """
 
         def emit(b: Any, arguments: list[Any]) -> None:
             rows = _Softmax(num_rows, b, arguments)
-            lowest = constant(float("-inf"))
+            minus_infinity = constant(float("-inf"))
 
             def body(row: int, where: Any, top: Any, seen: Any) -> Any:
                 x = load(b, rows.s, where, VF32, 4)
-                return larger(b, top, x if seen is None else b.select(seen, x, lowest))
+                return larger(b, top, x if seen is None else b.select(seen, x, minus_infinity))
 
-            top = reduce_rows(b, rows.over_keys(lowest, body), larger)
+            top = reduce_rows(b, rows.over_keys(minus_infinity, body), larger)
             m, factor, new_factor = _merged_m(b, rows.line(M), top)
-            for line, value in ((M, m), (FACTOR, factor), (NEW_FACTOR, new_factor), (TOP, top)):
-                rows.set_line(line, value)
+            has_none = b.fcmp_ordered("==", top, minus_infinity)
+            new_factor = b.select(has_none, ZERO, new_factor)
+            rows.set_line(M, m)
+            rows.set_line(FACTOR, factor)
+            rows.set_line(NEW_FACTOR, new_factor)
+            rows.set_line(TOP, _shift(b, top))
 
         def generate(context, b, signature, arguments):  # type: ignore[no-untyped-def]
             outlined(b, f"flashpage_tops_{num_rows}", arguments, emit)
