@@ -379,7 +379,7 @@ def test_sizes_follow_the_model_and_the_memory(make_llm):
         ({"seed": True}, "seed = True"),
         ({"seed": 1.0}, "seed = 1.0"),
         ({"seed": 1 << 64}, "seed = 18446744073709551616"),
-        ({"device": "foo"}, "device = 'foo' can not be used here"),
+        ({"device": "foo"}, "device = 'foo' can not be used here: torch knows no such device"),
         ({"device": 1.5}, "device = 1.5 can not be used here"),
         ({"device": "meta"}, "device = 'meta' can not be used here: it computes nothing"),
         ({"device": "cuda:99"}, "device = 'cuda:99' can not be used here"),
