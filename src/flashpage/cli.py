@@ -251,12 +251,13 @@ def chat(
 
 def _refuse_options_of_others(context: typer.Context, workload: str) -> None:
     """The sizes of `batch` are its own, and it is neither repeated nor scaled."""
-    sizes, repeats = ("batch", "prompt_len", "new_tokens"), ("rounds", "scale")
-    for name in repeats if workload == "batch" else sizes:
+    others, whose = ("batch", "prompt_len", "new_tokens"), "the workload batch"
+    if workload == "batch":
+        others, whose = ("rounds", "scale"), "workloads other than batch"
+    for name in others:
         # By its name: the class is click's, which typer may carry within itself.
         if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE":
             option = f"--{name.replace('_', '-')} = {context.params[name]}"
-            whose = "the workload batch" if name in sizes else "workloads other than batch"
             raise ArgumentError(f"{option} is for {whose}, not for {workload}")
 
 
